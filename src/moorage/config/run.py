@@ -1,0 +1,300 @@
+"""The one file a person writes, and how each process's config is derived from it.
+
+No field is written twice: `derive()` fills the process configs. They are written to `configs/*.json` and
+hold no secret.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from moorage.config.base import Config
+from moorage.config.engine import InferenceConfig
+from moorage.config.env import EnvServerConfig, SourceConfig
+from moorage.config.model import ModelConfig
+from moorage.config.orchestrator import OrchestratorConfig
+from moorage.config.trainer import TrainerConfig
+
+
+class PayloadConfig(Config):
+    """Where per-token arrays lie, and for how long."""
+
+    retain: Literal["fetched", "checkpoint"] = "fetched"
+    """`fetched`: a payload is deleted once every rank has it. `checkpoint`: it stays on disk in the run folder
+    until a whole checkpoint covers its step, so that a resumed trainer trains on the same batches."""
+
+    spool_dir: str | None = None
+    """Where blobs are kept. None: tmpfs when it has room, else the temporary folder."""
+
+    spool_budget_mib: int = Field(4096, ge=1)
+    """Bytes that one env server's spool may hold; a keep waits when it is full, then the episode fails."""
+
+
+class CheckpointConfig(Config):
+    """Saving the run's state."""
+
+    interval: int | None = Field(None, ge=1)
+    """Save every so many steps, and at the end. None: never."""
+
+    keep_last: int | None = Field(None, ge=1)
+    """Keep the newest so many whole checkpoints."""
+
+    keep_interval: int | None = Field(None, ge=1)
+    """Also keep every checkpoint whose step is a multiple of this."""
+
+
+class WandbConfig(Config):
+    """Weights & Biases."""
+
+    project: str
+    """Project to log to."""
+
+    name: str | None = None
+    """None: the run's name."""
+
+    mode: Literal["online", "offline", "disabled"] = "online"
+    """`offline` writes to disk only."""
+
+    sample_interval: int = Field(10, ge=1)
+    """Steps between sample tables."""
+
+    num_samples: int = Field(8, ge=0)
+    """Rows of a sample table."""
+
+
+class MonitorConfig(Config):
+    """Where metrics go, besides the JSONL files that are always written."""
+
+    wandb: WandbConfig | None = None
+    """Weights & Biases. None: off."""
+
+
+class RunConfig(Config):
+    """`moorage rl @ run.toml`."""
+
+    name: str = "run"
+    """Name of the run; its folder is `<output_dir>/<name>`."""
+
+    output_dir: str = "runs"
+    """Folder of all runs."""
+
+    seed: int = 0
+    """Seeds the order of tasks, the built-in sampler and the trainer."""
+
+    max_steps: int = Field(..., ge=1)
+    """Optimizer steps of the whole run."""
+
+    seq_len: int = Field(2048, ge=8)
+    """Longest training sequence; longer samples are cut."""
+
+    model: ModelConfig
+    """The model being trained."""
+
+    inference: InferenceConfig = InferenceConfig()
+    """The inference engine."""
+
+    orchestrator: OrchestratorConfig
+    """Dispatch, scoring, packing and shipping."""
+
+    trainer: TrainerConfig = TrainerConfig()
+    """The training step."""
+
+    payload: PayloadConfig = PayloadConfig()
+    """Where per-token arrays lie."""
+
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Saving the run's state."""
+
+    monitor: MonitorConfig = MonitorConfig()
+    """Where metrics go."""
+
+    @model_validator(mode="after")
+    def _check(self) -> RunConfig:
+        if not self.orchestrator.train:
+            raise ValueError("orchestrator.train names no environment; add a [[orchestrator.train]] block")
+        if self.trainer.num_ranks % self.trainer.replicate:
+            raise ValueError(
+                f"trainer.replicate {self.trainer.replicate} does not divide num_ranks {self.trainer.num_ranks}"
+            )
+        return self
+
+
+class ProcessFacts(Config):
+    """What every process of a run knows about it."""
+
+    run_dir: str
+    """Run folder."""
+
+    run_id: str
+    """Identity of the run, the same over all its attempts."""
+
+    attempt: int = Field(1, ge=1)
+    """Counts starts and resumes, from 1."""
+
+    start_step: int = Field(1, ge=1)
+    """First step of this attempt: 1, or one after the checkpoint that it resumes from."""
+
+    max_steps: int = Field(..., ge=1)
+    """Last step of the run."""
+
+    seq_len: int = Field(2048, ge=8)
+    """Longest training sequence."""
+
+    seed: int = 0
+    """The run's seed."""
+
+
+class InferenceProcessConfig(Config):
+    """`moorage inference @ inference.json`: one replica."""
+
+    inference: InferenceConfig
+    """The engine; `port`, `routed_experts`, `sampling_mask`, `head_k`, `max_model_len`, `dtype` and `seed` are
+    resolved."""
+
+    model: ModelConfig
+    """What it serves."""
+
+    run_dir: str | None = None
+    """Run folder (log, heartbeat); None when it stands alone."""
+
+    name: str = "inference"
+    """Process name: `inference`, or `inference.1` and so on."""
+
+
+class OrchestratorProcessConfig(Config):
+    """`moorage orchestrator @ orchestrator.json`."""
+
+    facts: ProcessFacts
+    orchestrator: OrchestratorConfig
+    model: ModelConfig
+    checkpoint: CheckpointConfig
+    payload: PayloadConfig
+    monitor: MonitorConfig
+    engine_urls: list[str]
+    """Every replica."""
+
+    num_data_ranks: int = Field(1, ge=1)
+    """Ranks that each get a batch file."""
+
+    keep_cache: bool = False
+    """As `inference.keep_cache`."""
+
+    env_replicas: int = Field(1, ge=1)
+    """Replicas of each launcher-managed env server."""
+
+    require_routing: bool = False
+    """The trainer replays routing: samples without rows are an error."""
+
+
+class TrainerProcessConfig(Config):
+    """`moorage trainer @ trainer.json`, one rank under torchrun."""
+
+    facts: ProcessFacts
+    trainer: TrainerConfig
+    model: ModelConfig
+    checkpoint: CheckpointConfig
+    payload: PayloadConfig
+    monitor: MonitorConfig
+
+
+class DerivedConfigs(Config):
+    """All process configs of one attempt."""
+
+    inference: list[InferenceProcessConfig]
+    env_servers: list[EnvServerConfig]
+    orchestrator: OrchestratorProcessConfig
+    trainer: TrainerProcessConfig
+
+
+def sources_by_split(run: OrchestratorConfig) -> list[tuple[str, SourceConfig]]:
+    """(split, source) of every environment, train first."""
+    return [("train", s) for s in run.train] + [("eval", s) for s in run.eval.sources]
+
+
+def derive(
+    run: RunConfig,
+    facts: ProcessFacts,
+    *,
+    engine_ports: list[int],
+    is_moe: bool,
+) -> DerivedConfigs:
+    """The config of every process.
+
+    `engine_ports`: one free port per replica. `is_moe`: whether the model's config.json describes a mixture of
+    experts (`moorage.launcher.plan` reads it). Raises ValueError (shown as ConfigError) on settings that
+    exclude each other.
+    """
+    replay = is_moe if run.trainer.router_replay is None else run.trainer.router_replay
+    truncated = any(
+        (source.sampling or run.orchestrator.sampling).truncated for source in run.orchestrator.train
+    )
+    head_k = (
+        run.inference.head_k if run.inference.head_k is not None else int(run.trainer.loss.get("head_k", 0))
+    )
+    resolved: dict[str, Any] = {
+        "routed_experts": replay if run.inference.routed_experts is None else run.inference.routed_experts,
+        "sampling_mask": truncated if run.inference.sampling_mask is None else run.inference.sampling_mask,
+        "head_k": head_k or None,
+        "max_model_len": run.inference.max_model_len or run.seq_len,
+        "dtype": run.model.dtype if run.inference.dtype == "auto" else run.inference.dtype,
+        "seed": run.seed if run.inference.seed is None else run.inference.seed,
+    }
+    inference = [
+        InferenceProcessConfig(
+            inference=run.inference.model_copy(update={**resolved, "port": port, "replicas": 1}),
+            model=run.model,
+            run_dir=facts.run_dir,
+            name="inference" if index == 0 else f"inference.{index}",
+        )
+        for index, port in enumerate(engine_ports)
+    ]
+    urls = run.inference.urls or [f"http://{run.inference.host}:{port}" for port in engine_ports]
+    env_servers = [
+        EnvServerConfig(
+            source=source,
+            split=split,
+            model_path=run.model.path,
+            renderer=run.model.renderer,
+            run_dir=facts.run_dir,
+            run_id=facts.run_id,
+            attempt=facts.attempt,
+            spool_dir=run.payload.spool_dir,
+            spool_budget_mib=run.payload.spool_budget_mib,
+            retain=run.payload.retain,
+            request_timeout_s=run.inference.request_timeout_s,
+            head_k=head_k if split == "train" else 0,
+        )
+        for split, source in sources_by_split(run.orchestrator)
+        if source.address is None
+    ]
+    shared = {
+        "model": run.model,
+        "checkpoint": run.checkpoint,
+        "payload": run.payload,
+        "monitor": run.monitor,
+    }
+    return DerivedConfigs(
+        inference=[] if run.inference.urls else inference,
+        env_servers=env_servers,
+        orchestrator=OrchestratorProcessConfig(
+            facts=facts,
+            orchestrator=run.orchestrator,
+            engine_urls=urls,
+            num_data_ranks=run.trainer.num_ranks,
+            keep_cache=run.inference.keep_cache,
+            require_routing=replay,
+            **shared,
+        ),
+        trainer=TrainerProcessConfig(
+            facts=facts,
+            trainer=run.trainer.model_copy(
+                update={
+                    "router_replay": replay,
+                    "seed": run.seed if run.trainer.seed is None else run.trainer.seed,
+                }
+            ),
+            **shared,
+        ),
+    )
