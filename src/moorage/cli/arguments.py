@@ -176,6 +176,7 @@ def _set(data: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
     """Put `value` at `path`, making tables and lists on the way."""
     holder: Any = data
     for index, part in enumerate(path):
+        key: Any = part
         last = index == len(path) - 1
         fresh: Any = [] if not last and path[index + 1].isdigit() else {}
         where = ".".join(path[:index]) or "the top"
@@ -184,12 +185,12 @@ def _set(data: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
                 raise ConfigError(f"`{where}` is a list of {len(holder)}; `{part}` is no place in it")
             if int(part) == len(holder):
                 holder.append(value if last else fresh)
-            part = int(part)
+            key = int(part)
         elif not isinstance(holder, dict):
             raise ConfigError(f"`{where}` is {holder!r}, which has no key `{part}`")
         if last:
-            holder[part] = value
+            holder[key] = value
         else:
             if isinstance(holder, dict):
-                holder.setdefault(part, fresh)
-            holder = holder[part]
+                holder.setdefault(key, fresh)
+            holder = holder[key]

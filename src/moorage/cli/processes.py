@@ -44,9 +44,12 @@ def run(command: str, args: list[str]) -> int:
 
 
 def _check_env(config: Any, arguments: Arguments) -> int:
-    from moorage.env.resolve import check_env
+    from moorage.env.resolve import load_env, resolve_env
 
-    print(f"{', '.join(arguments.files)}: {check_env(config.source.env, config.split)}")
+    data, shuffle_seed = resolve_env(config.source.env, config.split)
+    env = load_env(data)
+    order = "in its own order" if shuffle_seed is None else f"shuffled with seed {shuffle_seed}"
+    print(f"{', '.join(arguments.files)}: {type(env).__name__} on {data['taskset']['id']} loads, {order}")
     return 0
 
 

@@ -108,8 +108,8 @@ def is_installed(ident: str, group: str) -> bool:
 def share_devices(derived: DerivedConfigs, available: int | None = None) -> Devices:
     """CUDA devices for engines and trainer: the engines get the first, the trainer the next.
 
-    `available`: how many there are (None: looked up). With one device only, all share it. Raises ConfigError when
-    there are some but too few. Whoever asks for `cpu` gets none.
+    `available`: how many there are (None: looked up). One device is shared by all; whoever asks for `cpu` gets
+    none. Raises ConfigError when there are some but too few.
     """
     count = _count_devices() if available is None else available
     engines = [e.inference for e in derived.inference if e.inference.device in ("auto", "cuda")]

@@ -102,10 +102,13 @@ def kill_everything(children: Iterable[Child], token: str, timeout_s: float = 5.
         time.sleep(0.05)
 
 
-def resident_mib(children: Iterable[Child]) -> dict[str, float]:
-    """Resident memory per kind of process, everything in their sessions included, in MiB."""
+def resident_mib(children: Iterable[Child], own_kind: str) -> dict[str, float]:
+    """Resident memory per kind of process, everything in their sessions included, in MiB.
+
+    `own_kind`: the name under which this process itself is listed.
+    """
     kinds = {child.pid: child.record.kind for child in children}
-    sums: dict[str, float] = dict.fromkeys(kinds.values(), 0.0)
+    sums: dict[str, float] = {own_kind: _resident_mib(os.getpid()), **dict.fromkeys(kinds.values(), 0.0)}
     for pid in _pids():
         kind = kinds.get(_session(pid) or 0)
         if kind is not None:

@@ -60,7 +60,7 @@ def _station(path: Path, body: dict[str, Any]) -> Station:
 def say_bye(
     stations: Iterable[Station], identity: Identity, *, retain: Iterable[str] = (), timeout_s: float = 5.0
 ) -> dict[str, Ledger | None]:
-    """Send `bye` to all at once. Store name to final ledger; None for a server that did not answer in time."""
+    """Send `bye` to all at once. Store to final ledger; None for a server that did not answer in time."""
     stations = list(stations)
     ledgers: dict[str, Ledger | None] = {station.store: None for station in stations}
     context = zmq.Context()
@@ -77,7 +77,7 @@ def say_bye(
         deadline = time.monotonic() + timeout_s
         waiting = set(sockets)
         while waiting and (left := deadline - time.monotonic()) > 0:
-            for socket, _ in poller.poll(left * 1000):
+            for socket, _ in poller.poll(int(left * 1000) + 1):
                 ledgers[sockets[socket].store] = _ledger(socket.recv_multipart())
                 poller.unregister(socket)
                 waiting.discard(socket)

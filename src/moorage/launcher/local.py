@@ -142,7 +142,7 @@ class LocalRun:
 
     def _sample_memory(self) -> None:
         peaks = self.outcome.peak_rss_mib
-        for kind, mib in processes.resident_mib(self._running).items():
+        for kind, mib in processes.resident_mib(self._running, own_kind="launcher").items():
             peaks[kind] = max(peaks.get(kind, 0.0), mib)
 
     # --- starting and stopping ---------------------------------------------------------------------------

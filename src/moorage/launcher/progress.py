@@ -5,6 +5,7 @@ It reads the metrics files that the processes write, and nothing else; it never 
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import time
@@ -164,8 +165,8 @@ class Progress:
 
 def make_display(title: str, out: TextIO | None = None) -> Display:
     """A panel when standard output is a terminal, plain lines otherwise."""
-    out = out or sys.stdout
-    return LiveDisplay(title) if out.isatty() else PlainDisplay(out)
+    where: TextIO = sys.stdout if out is None else out
+    return LiveDisplay(title) if where.isatty() else PlainDisplay(where)
 
 
 def draw_curve(values: list[float], width: int = CURVE_WIDTH, low: float = 0.0, high: float = 1.0) -> str:
@@ -173,7 +174,7 @@ def draw_curve(values: list[float], width: int = CURVE_WIDTH, low: float = 0.0, 
     low, high = min(low, *values), max(high, *values)
     if len(values) > width:
         edges = [round(i * len(values) / width) for i in range(width + 1)]
-        values = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False) if b > a]
+        values = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges) if b > a]
     scale = (len(BARS) - 1) / (high - low)
     return "".join(BARS[round((value - low) * scale)] for value in values)
 

@@ -1,7 +1,7 @@
 """`summary.json`: a run's end in one page, made from its metrics files and what the launcher saw.
 
-Promises: every field of docs/protocols.md section 5 is there, null where the run never measured it. When a step
-was written twice (a resume repeats steps), its last line counts; cumulative counts are read from the last line.
+Promises: every field of docs/protocols.md section 5 is there, null where the run never measured it. When a
+step was written twice (a resume repeats steps), its last line counts; cumulative counts come from the last line.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TAIL_STEPS = 3
 
 @dataclass(frozen=True)
 class Facts:
-    """What the launcher knows about an ending. `ledgers`: per store; None for a server that did not answer."""
+    """What the launcher knows about an ending. A ledger is None for a server that did not answer."""
 
     status: str
     error: str | None = None
