@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
@@ -130,7 +130,7 @@ def _annotation_at(cls: type[BaseModel], path: tuple[str, ...]) -> Any:
     return current
 
 
-def _models_in(annotation: Any) -> Iterable[type[BaseModel]]:
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
     if isinstance(annotation, type) and get_origin(annotation) is None and issubclass(annotation, BaseModel):
         yield annotation
     for inner in get_args(annotation):

@@ -108,7 +108,7 @@ def is_installed(ident: str, group: str) -> bool:
 def share_devices(derived: DerivedConfigs, available: int | None = None) -> Devices:
     """CUDA devices for engines and trainer: the engines get the first, the trainer the next.
 
-    `available`: how many there are (None: looked up). One device is shared by all; whoever asks for `cpu` gets
+    `available`: how many there are (None: looked up). One device is shared by all; who asks for `cpu` gets
     none. Raises ConfigError when there are some but too few.
     """
     count = _count_devices() if available is None else available
