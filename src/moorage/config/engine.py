@@ -15,7 +15,7 @@ class InferenceConfig(Config):
     backend: Literal["builtin", "vllm"] = "builtin"
     """`builtin` runs on CPU or one device and needs nothing else; `vllm` starts a vLLM server."""
 
-    urls: list[str] = []
+    urls: list[str] = Field(default_factory=list)
     """Addresses of engines that somebody else runs. Empty: the launcher starts `replicas` engines."""
 
     host: str = "127.0.0.1"
@@ -70,7 +70,7 @@ class InferenceConfig(Config):
     data_parallel_size: int = Field(1, ge=1)
     """vLLM: data-parallel ranks behind one replica."""
 
-    extra_args: list[str] = []
+    extra_args: list[str] = Field(default_factory=list)
     """vLLM: further command-line arguments, appended as they are."""
 
     ready_timeout_s: float = Field(600.0, gt=0)

@@ -34,7 +34,7 @@ class SamplingConfig(Config):
     seed: int | None = None
     """Seed of every request; None draws fresh randomness. For debugging only."""
 
-    extra_body: dict[str, Any] = {}
+    extra_body: dict[str, Any] = Field(default_factory=dict)
     """Further fields for the engine's sampling parameters, as they are."""
 
     @property
@@ -156,5 +156,5 @@ class EnvServerConfig(Config):
     head_k: int = Field(0, ge=0)
     """Ask the engine for this many top log-probabilities per sampled token; 0 for none."""
 
-    detectors: dict[str, Any] = {}
+    detectors: dict[str, Any] = Field(default_factory=dict)
     """Thresholds of the degeneracy detectors."""

@@ -13,7 +13,7 @@ from moorage.config.env import EvalSourceConfig, SamplingConfig, TrainSourceConf
 class EvalConfig(Config):
     """Measuring while training."""
 
-    sources: list[EvalSourceConfig] = []
+    sources: list[EvalSourceConfig] = Field(default_factory=list)
     """The environments to measure on (`[[orchestrator.eval.sources]]`)."""
 
     interval: int = Field(100, ge=1)
@@ -66,7 +66,7 @@ class OrchestratorConfig(Config):
     group_size: int = Field(8, ge=1)
     """Episodes per task; they are compared with each other."""
 
-    algorithm: dict[str, Any] = {"type": "grpo"}
+    algorithm: dict[str, Any] = Field(default_factory=lambda: {"type": "grpo"})
     """How episodes become credit: `{type = "grpo"}`, or a class by import path with its options."""
 
     max_inflight: int = Field(256, ge=1)

@@ -22,8 +22,8 @@ class PayloadConfig(Config):
     """Where per-token arrays lie, and for how long."""
 
     retain: Literal["fetched", "checkpoint"] = "fetched"
-    """`fetched`: a payload is deleted once every rank has it. `checkpoint`: it stays on disk in the run folder
-    until a whole checkpoint covers its step, so that a resumed trainer trains on the same batches."""
+    """`fetched`: a payload is deleted once every rank has it. `checkpoint`: it stays on disk in the run
+    folder until a whole checkpoint covers its step, so that a resumed trainer trains on the same batches."""
 
     spool_dir: str | None = None
     """Where blobs are kept. None: tmpfs when it has room, else the temporary folder."""
@@ -113,11 +113,10 @@ class RunConfig(Config):
     @model_validator(mode="after")
     def _check(self) -> RunConfig:
         if not self.orchestrator.train:
-            raise ValueError("orchestrator.train names no environment; add a [[orchestrator.train]] block")
+            raise ValueError("orchestrator.train is empty; add an [[orchestrator.train]] block")
         if self.trainer.num_ranks % self.trainer.replicate:
-            raise ValueError(
-                f"trainer.replicate {self.trainer.replicate} does not divide num_ranks {self.trainer.num_ranks}"
-            )
+            replicate, ranks = self.trainer.replicate, self.trainer.num_ranks
+            raise ValueError(f"trainer.replicate {replicate} does not divide trainer.num_ranks {ranks}")
         return self
 
 
@@ -150,8 +149,8 @@ class InferenceProcessConfig(Config):
     """`moorage inference @ inference.json`: one replica."""
 
     inference: InferenceConfig
-    """The engine; `port`, `routed_experts`, `sampling_mask`, `head_k`, `max_model_len`, `dtype` and `seed` are
-    resolved."""
+    """The engine; `port`, `routed_experts`, `sampling_mask`, `head_k`, `max_model_len`, `dtype` and `seed`
+    are resolved."""
 
     model: ModelConfig
     """What it serves."""
@@ -222,9 +221,8 @@ def derive(
 ) -> DerivedConfigs:
     """The config of every process.
 
-    `engine_ports`: one free port per replica. `is_moe`: whether the model's config.json describes a mixture of
-    experts (`moorage.launcher.plan` reads it). Raises ValueError (shown as ConfigError) on settings that
-    exclude each other.
+    `engine_ports`: one free port per replica. `is_moe`: whether the model's config.json describes a mixture
+    of experts (`moorage.launcher.plan` reads it).
     """
     replay = is_moe if run.trainer.router_replay is None else run.trainer.router_replay
     truncated = any(

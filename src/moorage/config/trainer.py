@@ -81,7 +81,7 @@ class TrainerConfig(Config):
     schedule: ScheduleConfig = ScheduleConfig()
     """Learning rate over steps."""
 
-    loss: dict[str, Any] = {"type": "ipo"}
+    loss: dict[str, Any] = Field(default_factory=lambda: {"type": "ipo"})
     """Policy loss by name with its options, or a class by import path."""
 
     num_threads: int = Field(1, ge=1)

@@ -9,7 +9,7 @@ WILDCARDS = frozenset({"", "*", "0.0.0.0", "::"})
 
 
 def find_free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that was free on `host` a moment ago. Prefer binding to port 0 where the server allows it."""
+    """A TCP port that was free on `host` a moment ago. Prefer binding to port 0 where possible."""
     with socket.socket(_family(host), socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind((host, 0))

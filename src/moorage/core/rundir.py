@@ -131,7 +131,7 @@ def read_json(path: Path) -> Any | None:
 
 
 def write_end(run: RunDir, status: str, error: str | None = None) -> bool:
-    """Write END.json unless it exists. `status`: finished, failed or cancelled. True when this call wrote it."""
+    """Write END.json unless it exists; `status` is finished, failed or cancelled. True when written."""
     run.root.mkdir(parents=True, exist_ok=True)
     body = json.dumps({"status": status, "error": error, "time": time.time()}, indent=2)
     temporary = run.root / f".END.{uuid.uuid4().hex[:8]}.tmp"

@@ -28,9 +28,10 @@ class NodeSpan(msgspec.Struct, frozen=True, array_like=True):
 class BranchPayload(msgspec.Struct, frozen=True):
     """One kept branch, as written into `trace.info["moorage_payload"]["branches"]`.
 
-    `branch`: index into the trace's branches. `num_tokens`: T of the blob. `num_trainable`: tokens this branch
-    trains. `fields`: names of the arrays in the blob. `routing`: (layers, k) of routed experts, or None.
-    `versions`: oldest and newest policy version of its sampled tokens, None when the engine named none.
+    `branch`: index into the trace's branches. `num_tokens`: T of the blob. `num_trainable`: tokens this
+    branch trains. `fields`: names of the arrays in the blob. `routing`: (layers, k) of routed experts,
+    or None. `versions`: oldest and newest policy version of its sampled tokens, None when the engine named
+    none.
     """
 
     branch: int
@@ -94,7 +95,7 @@ class Ledger(msgspec.Struct):
     """The account of one payload store, or the sum of several.
 
     `unknown` counts releases of ids never kept; `oldest_s` is the age of the oldest outstanding blob, 0 when
-    there is none.
+    there is none. `damaged` counts reads that found a kept blob missing or cut short on disk.
     """
 
     kept: int = 0
@@ -106,6 +107,7 @@ class Ledger(msgspec.Struct):
     outstanding_bytes: int = 0
     peak_bytes: int = 0
     oldest_s: float = 0.0
+    damaged: int = 0
 
     def add(self, other: Ledger) -> Ledger:
         """The sum of two stores' ledgers (ages: the older; peaks add)."""
@@ -119,4 +121,5 @@ class Ledger(msgspec.Struct):
             outstanding_bytes=self.outstanding_bytes + other.outstanding_bytes,
             peak_bytes=self.peak_bytes + other.peak_bytes,
             oldest_s=max(self.oldest_s, other.oldest_s),
+            damaged=self.damaged + other.damaged,
         )
