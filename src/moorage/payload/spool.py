@@ -1,0 +1,404 @@
+"""The spool: one env server's blobs as files, and the account of them.
+
+    <root>/<attempt key>/journal
+    <root>/<attempt key>/owner.json                       pid and node of the env server
+    <root>/<attempt key>/<request id>/<blob id>.safetensors
+
+Every process of the env server (broker, workers) has its own `Spool` on the same folder. Promises:
+
+- a blob is written under a temporary name and renamed, once; a reader sees the whole blob or none;
+- `keep` holds the byte budget over all processes: it waits for room, then fails with the reason;
+- whoever dies at whatever instant, `discard(request)` removes what the request had and counts what was kept;
+- a keep that loses the race against a discard of its request leaves nothing and raises `PayloadError`;
+- every failure of the disk (full, read-only, folder gone) is a `PayloadError` that names the folder.
+
+Order inside `keep`: reserve in the journal (under its lock, so the budget is exact), write, rename, say kept.
+Order inside a free: journal first, then unlink; `sweep` finishes what a kill left between the two.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from moorage.core.errors import ConfigError, PayloadError
+from moorage.core.net import node_name
+from moorage.core.parent import process_birth
+from moorage.core.rundir import read_json, write_json_atomic
+from moorage.payload.account import Account, Entry, Outcome
+from moorage.payload.codec import Buffer, nbytes_of
+from moorage.payload.journal import JOURNAL_NAME, Journal
+from moorage.records.payload import Ledger
+
+SUFFIX = ".safetensors"
+OWNER_NAME = "owner.json"
+ADOPTED = "adopted"
+TMPFS = Path("/dev/shm")
+_SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
+_ID = re.compile(r"[0-9a-f]{32}")
+_POLL_S = 0.02
+_WRITEV_MAX = 512
+
+
+class Spool:
+    """A process's handle on one attempt's spool. Safe to use from several threads."""
+
+    def __init__(
+        self,
+        root: Path | str,
+        attempt_key: str,
+        budget_bytes: int = 0,
+        *,
+        create: bool = True,
+        writable: bool = True,
+        remember: int = 0,
+    ) -> None:
+        """Open (`create`: make) `<root>/<attempt_key>`. Raises PayloadError naming the folder.
+
+        `remember`: how many freed ids to keep in mind, 0 in processes that only keep and discard.
+        """
+        self.root = Path(root)
+        self.folder = self.root / _safe(attempt_key, "attempt key")
+        self.budget_bytes = budget_bytes
+        if create:
+            _make_folder(self.folder)
+        self._journal = Journal(self.folder / JOURNAL_NAME, create=create, writable=writable)
+        self._account = Account(remember)
+        self._lock = threading.RLock()
+
+    def own(self) -> None:
+        """Write down that this process is the env server whose spool this is."""
+        owner = {"pid": os.getpid(), "birth": process_birth(os.getpid()), "node": node_name()}
+        write_json_atomic(self.folder / OWNER_NAME, owner)
+
+    def keep(self, request_id: str, buffers: Sequence[Buffer], timeout_s: float = 60.0) -> str:
+        """Write one blob under `request_id` and return its id (32 hex digits). Blocks: call it in a thread.
+
+        Waits at most `timeout_s` for room in the budget. Raises PayloadError: no room, disk failure, or the
+        request was discarded meanwhile. After an error nothing of the blob is left.
+        """
+        blob_id = secrets.token_hex(16)
+        folder = self.folder / _safe(request_id, "request id")
+        self._reserve(blob_id, request_id, nbytes_of(buffers), time.monotonic() + timeout_s)
+        path = folder / f"{blob_id}{SUFFIX}"
+        try:
+            _write_blob(path, buffers)
+            self._append("K", blob_id)
+        except BaseException as error:
+            with contextlib.suppress(OSError, PayloadError):
+                path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError, PayloadError):
+                self._append("X", blob_id)
+            if isinstance(error, OSError):
+                self._check_discarded(request_id, folder)
+                raise PayloadError(
+                    f"payload cannot be written to {self.folder}: {error.strerror or error}"
+                ) from error
+            raise
+        self._check_discarded(request_id, folder)
+        return blob_id
+
+    def _reserve(self, blob_id: str, request_id: str, nbytes: int, deadline: float) -> None:
+        if nbytes > self.budget_bytes:
+            raise PayloadError(
+                f"a payload of {nbytes} bytes is larger than the whole spool budget of {self.budget_bytes}; "
+                f"raise payload.spool_budget_mib"
+            )
+        while True:
+            with self._lock, self._journal.lock(deadline):
+                self._catch_up()
+                if self._account.held_bytes + nbytes <= self.budget_bytes:
+                    self._journal.append("R", f"{time.time():.3f}", blob_id, request_id, str(nbytes))
+                    break
+                held = self._account.held_bytes
+            if time.monotonic() > deadline:
+                raise PayloadError(
+                    f"spool {self.folder} is full: {held} of {self.budget_bytes} bytes are held and none was "
+                    f"freed in time for {nbytes} more; raise payload.spool_budget_mib or free sooner"
+                )
+            time.sleep(_POLL_S)
+        self._check_discarded(request_id, self.folder / request_id)
+
+    def _check_discarded(self, request_id: str, folder: Path) -> None:
+        self.catch_up()
+        if request_id in self._account.discarded:
+            remove_folder(folder)
+            raise PayloadError(f"request {request_id} was discarded while its payloads were kept")
+
+    def discard(self, request_id: str, holder: str = "env_server") -> int:
+        """Free all that was kept under `request_id`, now and later; the number of blobs freed by this call."""
+        _safe(request_id, "request id")
+        outcome = self._record("D", f"{time.time():.3f}", holder, request_id)
+        remove_folder(self.folder / request_id)
+        return len(outcome.freed)
+
+    def free(self, blob_ids: Iterable[str], holder: str) -> Outcome:
+        """Free single blobs; what happened to them."""
+        total = Outcome()
+        ids = list(blob_ids)
+        for start in range(0, len(ids), 64):
+            outcome = self._record("F", f"{time.time():.3f}", holder, *ids[start : start + 64])
+            for entry in outcome.freed:
+                self.remove_file(entry)
+            total.freed += outcome.freed
+            total.repeated += outcome.repeated
+            total.double += outcome.double
+            total.unknown += outcome.unknown
+        return total
+
+    def discard_all(self, holder: str, retain: Iterable[str] = ()) -> int:
+        """Free everything but the blobs named in `retain`; the number of blobs freed."""
+        keep = frozenset(retain)
+        self.catch_up()
+        with self._lock:
+            requests = {request: list(entries) for request, entries in self._account.requests.items()}
+        freed = 0
+        for request, ids in requests.items():
+            if keep.isdisjoint(ids):
+                freed += self.discard(request, holder)
+            else:
+                freed += len(self.free([blob_id for blob_id in ids if blob_id not in keep], holder).freed)
+        return freed
+
+    def adopt(self, blob_ids: Iterable[str]) -> tuple[str, ...]:
+        """Move blobs of earlier attempts (found by their file names) into this one; the ids that were found."""
+        wanted = {blob_id for blob_id in blob_ids if _ID.fullmatch(blob_id)}
+        target = self.folder / ADOPTED
+        adopted = []
+        for path in self.root.glob(f"*/*/*{SUFFIX}"):
+            blob_id = path.name[: -len(SUFFIX)]
+            if blob_id in wanted and path.parent.parent != self.folder:
+                _make_folder(target)
+                with self._lock:
+                    nbytes = path.stat().st_size
+                    self._record("R", f"{time.time():.3f}", blob_id, ADOPTED, str(nbytes))
+                    os.replace(path, target / path.name)
+                    self._record("K", blob_id)
+                adopted.append(blob_id)
+        return tuple(sorted(adopted))
+
+    def lost_attempts(self) -> list[str]:
+        """Keys of the other attempts in this root whose env server is dead."""
+        return [
+            key
+            for key in attempt_keys(self.root)
+            if key != self.folder.name and not _owner_lives(self.root / key)
+        ]
+
+    def remove_attempt(self, attempt_key: str) -> None:
+        """Remove another attempt's folder, after saying so in its journal."""
+        remove_attempt(self.root, attempt_key)
+
+    def sweep(self) -> int:
+        """Remove files that the journal says are free (a kill came between journal and unlink); how many."""
+        self.catch_up()
+        removed = 0
+        for folder in self.folder.iterdir():
+            if not folder.is_dir():
+                continue
+            if folder.name in self._account.discarded:
+                removed += len(list(folder.iterdir()))
+                remove_folder(folder)
+                continue
+            for path in folder.glob(f"*{SUFFIX}"):
+                if path.name[: -len(SUFFIX)] not in self._account.entries:
+                    path.unlink(missing_ok=True)
+                    removed += 1
+        return removed
+
+    def path_of(self, entry: Entry) -> Path:
+        return self.folder / entry.request / f"{entry.id}{SUFFIX}"
+
+    def remove_file(self, entry: Entry) -> None:
+        """Unlink a freed blob, and its request's folder with the last of them."""
+        path = self.path_of(entry)
+        with contextlib.suppress(OSError):
+            path.unlink()
+        with contextlib.suppress(OSError):
+            path.parent.rmdir()
+
+    def find(self, blob_id: str) -> Entry | None:
+        """The entry of a kept blob, None when it is unknown or freed."""
+        self.catch_up()
+        entry = self._account.entries.get(blob_id)
+        return entry if entry is not None and entry.complete else None
+
+    def is_known(self, blob_id: str) -> bool:
+        """Whether the blob was ever kept in this attempt (needs `remember`)."""
+        self.catch_up()
+        return self._account.is_known(blob_id)
+
+    def mark_damaged(self, blob_id: str) -> None:
+        """Count a kept blob that was found missing or cut short."""
+        self._record("M", blob_id)
+
+    def ledger(self) -> Ledger:
+        self.catch_up()
+        with self._lock:
+            return self._account.ledger(time.time())
+
+    def outstanding(self) -> list[Entry]:
+        """Kept blobs that nobody has freed, oldest first."""
+        self.catch_up()
+        with self._lock:
+            return list(self._account.kept())
+
+    @property
+    def ended(self) -> bool:
+        return self._account.ended
+
+    def catch_up(self) -> None:
+        """Take in what all processes have written since."""
+        with self._lock:
+            self._catch_up()
+
+    def _catch_up(self, tag: str | None = None) -> Outcome:
+        mine = Outcome()
+        for event in self._journal.read_new():
+            outcome = self._account.apply(event)
+            if event.tag == tag:
+                mine = outcome
+        return mine
+
+    def _append(self, kind: str, *fields: str) -> str:
+        return self._journal.append(kind, *fields)
+
+    def _record(self, kind: str, *fields: str) -> Outcome:
+        with self._lock:
+            return self._catch_up(self._journal.append(kind, *fields))
+
+    def close(self) -> None:
+        with self._lock:
+            self._journal.close()
+
+
+def attempt_keys(root: Path) -> list[str]:
+    """Attempts that have a journal under `root`, newest folder last."""
+    with contextlib.suppress(OSError):
+        found = [entry for entry in os.scandir(root) if entry.is_dir()]
+        found = [entry for entry in found if os.path.exists(os.path.join(entry.path, JOURNAL_NAME))]
+        return [entry.name for entry in sorted(found, key=lambda entry: entry.stat().st_ctime_ns)]
+    return []
+
+
+def remove_attempt(root: Path, attempt_key: str) -> None:
+    """End an attempt's journal and remove its folder with all that is in it."""
+    folder = root / _safe(attempt_key, "attempt key")
+    with contextlib.suppress(PayloadError):
+        journal = Journal(folder / JOURNAL_NAME)
+        journal.append("E", f"{time.time():.3f}")
+        journal.close()
+    remove_folder(folder)
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder into which somebody may still be writing; gone at the return."""
+    for _ in range(100):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
+        time.sleep(0.001)
+    raise PayloadError(f"spool folder {folder} cannot be removed; is it read-only?")
+
+
+def choose_spool_root(
+    store: str,
+    *,
+    run_id: str,
+    budget_bytes: int,
+    spool_dir: str | Path | None = None,
+    run_dir: str | Path | None = None,
+    retain: str = "fetched",
+) -> Path:
+    """Where the spool of `store` (`<split>/<name>.<node>`) lies; nothing is created.
+
+    `retain="checkpoint"`: in the run folder. Else `spool_dir` when given, else tmpfs when it has room for the
+    whole budget, else the temporary folder.
+    """
+    if retain == "checkpoint":
+        if run_dir is None:
+            raise ConfigError('payload.retain = "checkpoint" needs a run folder; set output_dir')
+        return Path(run_dir) / "spool" / store
+    if spool_dir is not None:
+        base = Path(spool_dir)
+    elif has_room(TMPFS, budget_bytes):
+        base = TMPFS
+    else:
+        base = Path(tempfile.gettempdir())
+    return base / f"moorage-{os.getuid()}" / (_slug(run_id) or "run") / store
+
+
+def has_room(folder: Path, nbytes: int) -> bool:
+    """Whether a file system is there, can be written, and has `nbytes` to spare."""
+    try:
+        stat = os.statvfs(folder)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK) and stat.f_bavail * stat.f_frsize >= nbytes
+
+
+def _write_blob(path: Path, buffers: Sequence[Buffer]) -> None:
+    temporary = path.with_suffix(".tmp")
+    fd = _open_new(temporary)
+    try:
+        rest = [memoryview(buffer).cast("B") for buffer in buffers]
+        while rest:
+            written = os.writev(fd, rest[:_WRITEV_MAX])
+            if written == 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            while rest and written >= len(rest[0]):
+                written -= len(rest.pop(0))
+            if written:
+                rest[0] = rest[0][written:]
+        os.rename(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    finally:
+        os.close(fd)
+
+
+def _open_new(path: Path) -> int:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    for _ in range(3):  # the request's folder goes with its last blob: make it again
+        with contextlib.suppress(FileExistsError):
+            path.parent.mkdir(mode=0o700)
+        with contextlib.suppress(FileNotFoundError):
+            return os.open(path, flags, 0o600)
+    return os.open(path, flags, 0o600)
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise PayloadError(f"spool folder {folder} cannot be made: {error.strerror}") from error
+
+
+def _owner_lives(folder: Path) -> bool:
+    owner = read_json(folder / OWNER_NAME)
+    if owner is None:
+        return False
+    if owner["node"] != node_name():
+        return True  # a shared file system: not ours to judge
+    return process_birth(owner["pid"]) == owner["birth"]
+
+
+def _safe(name: str, what: str) -> str:
+    if not _SAFE_NAME.fullmatch(name):
+        raise PayloadError(f"{what} {name!r} cannot name a folder: use letters, digits, `_`, `.` and `-`")
+    return name
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", text).strip("-.")[:64]

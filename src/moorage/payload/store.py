@@ -1,0 +1,150 @@
+"""What the payload service answers, without HTTP: all attempts that lie under one spool root.
+
+Promises:
+- an attempt whose folder appears is served without a restart (take-over), one whose journal ends is dropped;
+- `free` is recorded before it is answered, so a service that is killed and started again knows it;
+- a kept blob that is missing or cut short on disk is `Damaged`, counted, never served.
+
+Safe to use from several threads. Does not know: sockets, tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from moorage.core.errors import PayloadError
+from moorage.payload.account import REMEMBERED, Entry
+from moorage.payload.spool import Spool, attempt_keys
+from moorage.records.payload import Ledger
+
+
+class Damaged(Exception):
+    """A kept blob cannot be read whole; the message names the file."""
+
+
+class Released(msgspec.Struct):
+    """Answer of a release: blobs freed by this call, ids that were never kept. Repeats are in neither."""
+
+    freed: int
+    unknown: int
+
+
+class Held(msgspec.Struct):
+    """One outstanding blob, for people."""
+
+    id: str
+    attempt: str
+    request: str
+    nbytes: int
+    age_s: float
+
+
+class Store:
+    """The blobs under `root`."""
+
+    def __init__(self, root: Path | str) -> None:
+        self.root = Path(root)
+        self._lock = threading.RLock()
+        self._spools: dict[str, Spool] = {}
+        self.refresh()
+        for spool in self._spools.values():
+            spool.sweep()
+
+    def refresh(self) -> None:
+        """Take in attempts that appeared, drop those that ended."""
+        with self._lock:
+            for key in attempt_keys(self.root):
+                if key not in self._spools:
+                    with contextlib.suppress(PayloadError):
+                        self._spools[key] = Spool(self.root, key, create=False, remember=REMEMBERED)
+            for key, spool in list(self._spools.items()):
+                spool.catch_up()
+                if spool.ended:
+                    del self._spools[key]
+                    spool.close()
+
+    def open(self, blob_id: str) -> tuple[int, int] | None:
+        """(file descriptor, size) of a kept blob, None when it is unknown or freed. Raises Damaged."""
+        for attempt in range(2):
+            located = self._locate(blob_id)
+            if located is None:
+                return None
+            spool, entry = located
+            try:
+                fd = os.open(spool.path_of(entry), os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                if attempt == 0:
+                    continue  # freed between the look-up and the open: look again
+                spool.mark_damaged(blob_id)
+                raise Damaged(f"payload file {spool.path_of(entry)}: {error.strerror}") from error
+            size = os.fstat(fd).st_size
+            if size == entry.nbytes:
+                return fd, size
+            os.close(fd)
+            spool.mark_damaged(blob_id)
+            raise Damaged(
+                f"payload file {spool.path_of(entry)} has {size} bytes, {entry.nbytes} were kept: cut short on disk"
+            )
+        return None
+
+    def _locate(self, blob_id: str) -> tuple[Spool, Entry] | None:
+        for refresh in (False, True):
+            if refresh:
+                self.refresh()
+            with self._lock:
+                for spool in reversed(self._spools.values()):
+                    if (entry := spool.find(blob_id)) is not None:
+                        return spool, entry
+        return None
+
+    def free(self, blob_ids: Sequence[str], holder: str) -> Released:
+        """Free blobs for `holder`, whatever attempt they belong to."""
+        self.refresh()
+        released = Released(0, 0)
+        with self._lock:
+            spools = list(reversed(self._spools.values()))
+            owned: dict[int, list[str]] = {}
+            for blob_id in dict.fromkeys(blob_ids):
+                index = next((i for i, spool in enumerate(spools) if spool.is_known(blob_id)), 0)
+                owned.setdefault(index, []).append(blob_id)
+            if not spools:
+                return Released(0, len(owned.get(0, ())))
+            for index, ids in owned.items():
+                outcome = spools[index].free(ids, holder)
+                released.freed += len(outcome.freed)
+                released.unknown += outcome.unknown
+        return released
+
+    def ledger(self) -> Ledger:
+        """The sum over the attempts that are there."""
+        self.refresh()
+        total = Ledger()
+        with self._lock:
+            for spool in self._spools.values():
+                total = total.add(spool.ledger())
+        return total
+
+    def outstanding(self, limit: int) -> list[Held]:
+        """The oldest outstanding blobs."""
+        self.refresh()
+        now = time.time()
+        with self._lock:
+            held = [
+                Held(entry.id, key, entry.request, entry.nbytes, max(0.0, now - entry.since))
+                for key, spool in self._spools.items()
+                for entry in spool.outstanding()
+            ]
+        return sorted(held, key=lambda item: -item.age_s)[:limit]
+
+    def close(self) -> None:
+        with self._lock:
+            for spool in self._spools.values():
+                spool.close()
+            self._spools.clear()
