@@ -1,0 +1,500 @@
+"""Starts episodes, as many as may run, and reports the end of each exactly once.
+
+A thin shell over `groups` (what is owed), `admission` (who may start) and `sources` (which task next): it asks
+them, calls the env servers, and puts an `Arrived` or `Cancelled` on `events`. Promises:
+
+- a group's task is sampled once; its episodes are dispatched one by one, each on one permit, or as one
+  indivisible run when the environment scores groups;
+- every started episode reaches `events` once: as itself, or in its group's single cancellation;
+- an infrastructure failure is tried again at most `retries` times, then it is an errored episode;
+- payloads of an episode that comes back after its group was dropped are released as `dispatcher`;
+- eval work goes first while there is any to start, and ignores the gate; train work waits for the gate.
+
+`events` is drained by the loop's consumer. It is bounded by what runs: the gate closes when it is `max_events`
+long. Does not know rewards, batches or files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from verifiers.v1 import WireEpisode
+
+from moorage.core.aio import TaskOwner, cancel_and_wait
+from moorage.core.errors import EnvServerError
+from moorage.core.log import get_logger
+from moorage.core.metrics import Counters
+from moorage.env.client import RolloutCall
+from moorage.orchestrator.admission import Admission
+from moorage.orchestrator.events import Arrived, Cancelled, Event, failed_episode, mark_failed, read_payloads
+from moorage.orchestrator.groups import Cancellation, Group, Groups, Reason, Split, Work
+from moorage.orchestrator.holdings import Holdings
+from moorage.orchestrator.outcomes import Outcomes
+from moorage.orchestrator.policy import Engines, Policy
+from moorage.orchestrator.sources import EvalPass, EvalSlots, Source, TrainPicker, sampling_request
+
+log = get_logger(__name__)
+
+TICK_S = 0.5
+SAMPLE_RETRY_S = 1.0
+MAX_SAMPLE_FAILURES = 10
+INFRA_ERRORS = frozenset({"SandboxError", "InterceptionError", "TunnelError", "EngineError", "PayloadError"})
+INFRA_KINDS = frozenset({"worker_died", "unreachable", "server_stopping", "refused", "cancelled"})
+
+
+class EnvClients(Protocol):
+    """The calls of `env.client.EnvClient` (or `env.replicas.Replicas`) that the dispatcher makes."""
+
+    async def sample(self, stream: str, limit: int | None = None) -> Any: ...
+
+    async def close_stream(self, stream: str) -> Any: ...
+
+    async def run_rollout(self, call: RolloutCall) -> WireEpisode: ...
+
+    async def run_group(self, call: RolloutCall, n: int) -> Sequence[WireEpisode]: ...
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A source and the servers that run it."""
+
+    source: Source
+    client: EnvClients
+    scores_groups: bool = False
+
+
+@dataclass
+class Cursors:
+    """Where each train stream stands: behind the furthest task that was ever sampled."""
+
+    streams: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def advance(self, stream: str, epoch: int, position: int) -> None:
+        self.streams[stream] = max(self.streams.get(stream, (0, 0)), (epoch, position))
+
+
+@dataclass
+class Limits:
+    """How the dispatcher is bounded."""
+
+    retries: int
+    group_deadline_s: float
+    max_events: int
+
+
+class Dispatcher:
+    """Start `run` as a task; stop with `close`."""
+
+    def __init__(
+        self,
+        train: Mapping[str, Environment],
+        evals: Mapping[str, Environment],
+        *,
+        picker: TrainPicker | None,
+        admission: Admission,
+        limits: Limits,
+        policy: Policy,
+        engines: Engines,
+        holdings: Holdings,
+        outcomes: Outcomes,
+        window: Callable[[], int],
+        gate: Callable[[], str | None],
+        make_id: Callable[[], str],
+    ) -> None:
+        """`window`: the step that is collecting. `gate`: why train work may not start now, or None. `picker`
+        None: there is no train work (stand-alone evaluation)."""
+        self.environments: dict[Split, Mapping[str, Environment]] = {"train": train, "eval": evals}
+        self.picker = picker
+        self.admission = admission
+        self.groups = Groups(limits.retries)
+        self.limits = limits
+        self.slots = EvalSlots()
+        self.cursors = Cursors()
+        self.events: asyncio.Queue[Event] = asyncio.Queue()
+        self.requeued: deque[tuple[str, dict[str, Any]]] = deque()
+        self.counters = Counters(self._counter_names())
+        self.training = picker is not None
+        self._policy = policy
+        self._engines = engines
+        self._holdings = holdings
+        self._outcomes = outcomes
+        self._window = window
+        self._gate = gate
+        self._make_id = make_id
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._owner = TaskOwner("dispatcher")
+        self._wake = asyncio.Event()
+        self._sample_failures: dict[str, int] = {}
+        self._sample_after = 0.0
+        self.waits_for = "nothing"
+
+    # -- the loop
+
+    async def run(self) -> None:
+        """Fill permits for ever. Unblocked by an ending episode, `poke`, or every half second."""
+        while True:
+            self._owner.check()
+            self._wake.clear()
+            wait_s = await self._fill()
+            try:
+                async with asyncio.timeout(min(wait_s, TICK_S)):
+                    await self._wake.wait()
+            except TimeoutError:
+                self._drop_expired()
+
+    def poke(self) -> None:
+        """Something that was waited for may have happened (gate, eval, cap)."""
+        self._wake.set()
+
+    async def _fill(self) -> float:
+        """Start what may start; returns the seconds until the next look."""
+        for count in itertools.count(1):
+            now = time.monotonic()
+            group = self._next_group()
+            if group is None:
+                return TICK_S
+            wait_s = self.admission.wait_s(group.cost, now)
+            if wait_s is None:
+                self.waits_for = "a permit: an episode that ends"
+                return TICK_S
+            if wait_s > 0:
+                self.waits_for = "the rate limit"
+                return wait_s
+            if isinstance(group, _ToOpen):
+                opened = await self._open(group)
+                if opened is None:
+                    return SAMPLE_RETRY_S
+                group = opened
+                if self.groups.get(group.id) is None:
+                    continue  # it was dropped while its task was sampled
+            self._start(group, now)
+            if count % 64 == 0:
+                await asyncio.sleep(0)
+        return TICK_S
+
+    def _next_group(self) -> Group | _ToOpen | None:
+        """The next dispatch: an open group that owes one, else a group to open; eval first."""
+        self.waits_for = "nothing to do"
+        waiting = self.groups.first_unscheduled("eval")
+        if waiting is not None:
+            return waiting
+        if len(self.slots):
+            return _ToOpen("eval", self._cost_to_open("eval"))
+        if not self.training:
+            return None
+        reason = self._closed()
+        if reason is not None:
+            self.waits_for = reason
+            return None
+        return self.groups.first_unscheduled("train") or _ToOpen("train", self._cost_to_open("train"))
+
+    def _closed(self) -> str | None:
+        if self.events.qsize() >= self.limits.max_events:
+            return "the sinks: finished episodes are waiting to be scored"
+        return self._gate()
+
+    def _cost_to_open(self, split: Split) -> int:
+        """Permits to ask for before a task is sampled: one, or a whole group when every source needs it."""
+        costs = [
+            each.source.group_size if each.scores_groups else 1 for each in self.environments[split].values()
+        ]
+        return max(costs, default=1)
+
+    # -- opening and starting
+
+    async def _open(self, wanted: _ToOpen) -> Group | None:
+        """Sample a task and open its group. None when the server could not say; the loop looks again."""
+        if wanted.split == "train" and self.requeued:
+            name, task = self.requeued.popleft()
+            return self._open_group(self.environments["train"][name], task, None)
+        if time.monotonic() < self._sample_after:
+            return None
+        chosen = self.slots.take() if wanted.split == "eval" else None
+        name = chosen.source.name if chosen else self._pick()
+        environment = self.environments[wanted.split][name]
+        stream = chosen.stream if chosen else environment.source.stream
+        limit = chosen.num_tasks if chosen else None
+        self.waits_for = f"{stream}: its env server to sample a task"
+        try:
+            sampled = await environment.client.sample(stream, limit)
+        except EnvServerError as error:
+            self._on_sample_failed(environment, chosen, error)
+            return None
+        self._sample_failures[name] = 0
+        if chosen is None:
+            self.cursors.advance(stream, sampled.epoch, sampled.position)
+        return self._open_group(environment, sampled.task, chosen)
+
+    def _pick(self) -> str:
+        assert self.picker is not None
+        return self.picker.pick()
+
+    def _open_group(self, environment: Environment, task: dict[str, Any], chosen: EvalPass | None) -> Group:
+        now = time.monotonic()
+        source = environment.source
+        return self.groups.open(
+            Group(
+                id=self._make_id(),
+                split=source.split,
+                source=source.name,
+                task=task,
+                step=chosen.version if chosen else self._window(),
+                version=self._policy.version,
+                size=source.group_size,
+                indivisible=environment.scores_groups and source.group_size > 1,
+                opened_at=now,
+                deadline_at=now + self.limits.group_deadline_s,
+            )
+        )
+
+    def _on_sample_failed(self, environment: Environment, chosen: EvalPass | None, error: Exception) -> None:
+        """Report a group that could not begin as errored episodes; give up after too many in a row."""
+        name = environment.source.name
+        self._sample_failures[name] = failures = self._sample_failures.get(name, 0) + 1
+        self._sample_after = time.monotonic() + SAMPLE_RETRY_S
+        log.warning("%s: no task (%d in a row): %s", name, failures, error)
+        if failures >= MAX_SAMPLE_FAILURES:
+            raise EnvServerError(
+                getattr(error, "kind", "unreachable"),
+                f"env server of `{name}` gave no task {failures} times in a row; last: {error}",
+            )
+        if chosen is None:
+            return  # nothing was started, and the stream stands where it stood
+        group = self._open_group(environment, {}, chosen)
+        while group.owed:
+            work = self.groups.dispatch(group)
+            self._emit_failed(group, work, "SampleError", str(error), infra=True)
+
+    def _start(self, group: Group, now: float) -> None:
+        work = self.groups.dispatch(group)
+        self.admission.take(group.split, work.num_episodes, now)
+        if group.split == "train" and work.attempt == 0:
+            self._outcomes.start(work.num_episodes)
+        self._tasks[work.id] = self._owner.start(self._run(group, work), f"run {work.id}")
+
+    # -- one run
+
+    async def _run(self, group: Group, work: Work) -> None:
+        environment = self.environments[group.split][group.source]
+        source = environment.source
+        started = time.monotonic()
+        url = self._engines.pick(group.id)
+        call = RolloutCall(
+            task=group.task,
+            model=self._policy.model,
+            endpoint=url,
+            policy_version=self._policy.version if group.version is not None else None,
+            sampling=sampling_request(source.sampling),
+            deadline_s=source.deadline_s,
+        )
+        self._engines.begin(url)
+        try:
+            if group.indivisible:
+                episodes = list(await environment.client.run_group(call, work.num_episodes))
+            else:
+                episodes = [await environment.client.run_rollout(call)]
+        except EnvServerError as error:
+            self._on_run_failed(group, work, error)
+        else:
+            self._on_run_ended(group, work, episodes, time.monotonic() - started)
+        finally:
+            self._engines.end(url)
+            self._tasks.pop(work.id, None)
+            self._wake.set()
+
+    def _on_run_failed(self, group: Group, work: Work, error: EnvServerError) -> None:
+        """No episode came: an infrastructure failure is owed again, everything else is final."""
+        infra = error.kind in INFRA_KINDS
+        if infra and self.groups.retry(work):
+            self._on_retry(group, work)
+            return
+        if self._finish(work) is not None:
+            self._emit_failed(group, work, error.kind, str(error), infra=infra, finished=True)
+
+    def _on_run_ended(self, group: Group, work: Work, episodes: list[WireEpisode], duration_s: float) -> None:
+        arrived = []
+        for episode in episodes:
+            _check_task(group, episode)
+            _check_complete(episode)
+            event = Arrived(group, episode, read_payloads(episode), duration_s, _is_infra(episode))
+            self._holdings.hold(event.payloads, "dispatcher")
+            arrived.append(event)
+        if any(event.infra for event in arrived) and self.groups.retry(work):
+            self._on_retry(group, work)
+        elif self._finish(work) is not None:
+            for event in arrived:
+                self._emit(event)
+            return
+        for event in arrived:  # superseded by a retry, or its group was dropped meanwhile
+            self._holdings.release(event.payloads, "dispatcher")
+
+    def _on_retry(self, group: Group, work: Work) -> None:
+        self.admission.release(group.split, work.num_episodes, natural=True)
+        self.counters.add(f"retried/{group.split}", work.num_episodes)
+        if group.split == "train":
+            self._outcomes.retry(work.num_episodes)
+
+    def _finish(self, work: Work) -> Group | None:
+        group = self.groups.finish(work)
+        if group is not None:
+            self.admission.release(group.split, work.num_episodes, natural=True)
+        return group
+
+    def _emit_failed(
+        self, group: Group, work: Work, kind: str, message: str, *, infra: bool, finished: bool = False
+    ) -> None:
+        if not finished:
+            self.groups.finish(work)
+        for _ in range(work.num_episodes):
+            episode = failed_episode(group.task, group.source, kind, message)
+            self._emit(Arrived(group, episode, infra=infra))
+
+    def _emit(self, event: Arrived) -> None:
+        if not event.episode.ok:
+            self.counters.add(f"errored/{event.group.split}")
+            self.counters.add(f"errored/{event.group.split}/{event.group.source}")
+        self.events.put_nowait(event)
+
+    # -- dropping groups
+
+    async def drop_stale(self, min_fresh: int) -> int:
+        """Cancel train groups that began before version `min_fresh`, and wait until that is answered."""
+        return await self._drop(self.groups.stale(min_fresh), "stale")
+
+    async def cut(self, num_episodes: int) -> int:
+        """Cancel the youngest train groups until `num_episodes` running episodes are gone."""
+        return await self._drop(self.groups.youngest(num_episodes), "overload")
+
+    async def cancel_train(self) -> int:
+        """End all train work: the last batch has shipped. Eval goes on."""
+        self.training = False
+        self.requeued.clear()
+        return await self._drop([group.id for group in self.groups if group.split == "train"], "shutdown")
+
+    def _drop_expired(self) -> None:
+        expired = self.groups.expired(time.monotonic())
+        tasks = [task for group_id in expired for task in self._forget(group_id, "deadline")]
+        if tasks:
+            self._owner.start(_cancel_all(tasks), "cancel expired")
+
+    async def _drop(self, group_ids: Sequence[str], reason: Reason) -> int:
+        tasks = [task for group_id in group_ids for task in self._forget(group_id, reason)]
+        await _cancel_all(tasks)
+        self._wake.set()
+        return len(tasks)
+
+    def _forget(self, group_id: str, reason: Reason) -> list[asyncio.Task[None]]:
+        """Synchronously: remove the group, give its permits back, report it. Returns the tasks to cancel."""
+        cancellation = self.groups.drop(group_id, reason)
+        if cancellation is None:
+            return []
+        group = cancellation.group
+        self._give_up(cancellation)
+        self.counters.add(f"cancelled/{group.split}", cancellation.count)
+        self.counters.add(f"cancelled/{group.split}/{group.source}", cancellation.count)
+        self.events.put_nowait(Cancelled(cancellation))
+        return [self._tasks[work.id] for work in cancellation.works if work.id in self._tasks]
+
+    # -- state and end
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing runs, nothing waits to be consumed, no eval is to be started."""
+        return not len(self.groups) and self.events.empty() and not len(self.slots)
+
+    async def close(self) -> None:
+        """Cancel every run and wait for the answers. Puts no event."""
+        for group in list(self.groups):
+            cancellation = self.groups.drop(group.id, "shutdown")
+            if cancellation is not None:
+                self._give_up(cancellation)
+        await self._owner.close()
+
+    def _give_up(self, cancellation: Cancellation) -> None:
+        group = cancellation.group
+        if cancellation.num_running:
+            self.admission.release(group.split, cancellation.num_running, natural=False)
+        if group.split == "train":
+            self._outcomes.cancel(cancellation.num_started)
+
+    def metrics(self) -> dict[str, float]:
+        """Gauges now, and counts since the last call."""
+        versions = [g.version for g in self.groups if g.split == "train" and g.version is not None]
+        lags = [self._policy.version - version for version in versions]
+        values: dict[str, float] = {
+            "dispatcher/inflight/train": self.groups.in_flight("train"),
+            "dispatcher/inflight/eval": self.groups.in_flight("eval"),
+            "dispatcher/queued/eval": len(self.slots),
+            "dispatcher/queued/events": self.events.qsize(),
+            "dispatcher/mode": float(bool(len(self.slots) or self.groups.first_unscheduled("eval"))),
+            "dispatcher/off_policy/max": max(lags, default=0),
+            "dispatcher/off_policy/mean": sum(lags) / len(lags) if lags else 0.0,
+            "concurrency/max_inflight": self.admission.cap,
+        }
+        return values | {f"dispatcher/{name}": count for name, count in self.counters.take().items()}
+
+    def _counter_names(self) -> list[str]:
+        names = ["retried/train", "retried/eval"]
+        for what in ("cancelled", "errored"):
+            for split, environments in self.environments.items():
+                names.append(f"{what}/{split}")
+                names += [f"{what}/{split}/{name}" for name in environments]
+        return names
+
+
+@dataclass(frozen=True)
+class _ToOpen:
+    """A group that is not sampled yet; `cost` permits are wanted before its task is."""
+
+    split: Split
+    cost: int
+
+
+async def _cancel_all(tasks: Sequence[asyncio.Task[None]]) -> None:
+    await asyncio.gather(*(cancel_and_wait(task) for task in tasks))
+
+
+def _check_task(group: Group, episode: WireEpisode) -> None:
+    """The server must answer for the task it was given; anything else would be trained under a wrong name."""
+    for name in ("key", "hash"):
+        asked, answered = group.task.get(name), getattr(episode.task, name)
+        if asked is not None and answered is not None and asked != answered:
+            raise EnvServerError(
+                "bad_request",
+                f"source `{group.source}`: sent task {name} {asked!r}, the episode answers for {answered!r}",
+            )
+
+
+def _check_complete(episode: WireEpisode) -> None:
+    """An ok episode has traces, and each has at least one turn."""
+    if not episode.ok:
+        return
+    if not episode.traces:
+        mark_failed(episode, "EmptyEpisode", "the environment ran no agent")
+        return
+    for trace in episode.traces:
+        if trace.ok and not any(node.sampled for node in trace.nodes):
+            trace.ok = False
+            mark_failed(episode, "EmptyTrajectory", f"agent {trace.agent.name} took no turn")
+
+
+def _is_infra(episode: WireEpisode) -> bool:
+    """Whether a failed episode's last error says nothing about task or policy."""
+    if episode.ok:
+        return False
+    errors = [trace.errors[-1] for trace in episode.traces if not trace.ok and trace.errors]
+    errors += [episode.errors[-1]] if episode.errors else []
+    return any(_is_infra_error(error) for error in errors)
+
+
+def _is_infra_error(error: Any) -> bool:
+    if error.type in INFRA_ERRORS:
+        return True
+    transient = error.status_code is None or error.status_code >= 500 or error.status_code in (408, 429)
+    return error.type == "ProviderError" and transient

@@ -1,0 +1,69 @@
+"""What the dispatcher tells the sinks, and how an episode without a run is written down.
+
+`Arrived`: an episode is final, ok or not. `Cancelled`: a group was dropped; its missing episodes will never
+come. Every dispatched episode is in exactly one of the two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from verifiers.v1 import WireEpisode
+from verifiers.v1.episode import EnvInfo
+from verifiers.v1.trace import Error
+
+from moorage.env.keep import read_payload
+from moorage.orchestrator.groups import Cancellation, Group
+from moorage.records.payload import TracePayload
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """One final episode of `group`. `payloads`: per trace id its record, None when the server wrote none.
+
+    `duration_s`: from dispatch to return. `infra`: an infrastructure failure, retried in vain.
+    """
+
+    group: Group
+    episode: WireEpisode
+    payloads: dict[str, TracePayload | None] = field(default_factory=dict)
+    duration_s: float = 0.0
+    infra: bool = False
+
+
+@dataclass(frozen=True)
+class Cancelled:
+    """The rest of a group will not come."""
+
+    cancellation: Cancellation
+
+    @property
+    def group(self) -> Group:
+        return self.cancellation.group
+
+
+Event = Arrived | Cancelled
+
+
+def read_payloads(episode: WireEpisode) -> dict[str, TracePayload | None]:
+    """The payload record of each trace, by trace id."""
+    return {trace.id: read_payload(trace) for trace in episode.traces}
+
+
+def failed_episode(task: dict[str, Any], env_name: str, kind: str, message: str) -> WireEpisode:
+    """An episode that produced nothing: not ok, no traces, the reason in `errors` (R13)."""
+    return WireEpisode(
+        env=EnvInfo(name=env_name),
+        task=WireEpisode.model_validate({"task": task or _NO_TASK}).task,
+        errors=[Error(type=kind, message=message)],
+    )
+
+
+_NO_TASK = {"type": "", "data": {}}
+
+
+def mark_failed(episode: WireEpisode, kind: str, message: str) -> None:
+    """Turn an episode that claims to be ok into a failed one."""
+    episode.ok = False
+    episode.errors.append(Error(type=kind, message=message))

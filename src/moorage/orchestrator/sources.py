@@ -1,0 +1,189 @@
+"""Where the next task comes from: the ratio-weighted train pick, and the slots of eval passes. Pure.
+
+Nothing here knows a task: the env server owns the order of tasks (R22). The train source yields a name, the
+eval source a pass with one more slot (R24). Every eval pass reads a stream of its own from the start, named
+`eval/<name>@<version>`, so that a subset eval measures the same tasks each time (R26).
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from moorage.config.env import EvalSourceConfig, SamplingConfig, SourceConfig, TrainSourceConfig
+from moorage.config.orchestrator import OrchestratorConfig
+from moorage.core.errors import ConfigError
+from moorage.orchestrator.groups import Split
+
+
+@dataclass(frozen=True)
+class Source:
+    """One environment with every inherited setting resolved."""
+
+    name: str
+    split: Split
+    group_size: int
+    sampling: SamplingConfig
+    deadline_s: float
+    ratio: float = 1.0
+    algorithm: dict[str, Any] = field(default_factory=dict)
+    interval: int = 1
+    num_tasks: int | None = None
+
+    @property
+    def stream(self) -> str:
+        """The train stream."""
+        return f"{self.split}/{self.name}"
+
+
+def resolve_train(config: OrchestratorConfig) -> list[Source]:
+    """The train sources, with what they inherit filled in."""
+    return [_resolve(config, source, "train") for source in config.train]
+
+
+def resolve_eval(config: OrchestratorConfig) -> list[Source]:
+    """The eval sources, with what they inherit filled in."""
+    return [_resolve(config, source, "eval") for source in config.eval.sources]
+
+
+def _resolve(config: OrchestratorConfig, source: SourceConfig, split: Split) -> Source:
+    block = config if split == "train" else config.eval
+    shared = {
+        "name": str(source.name),
+        "split": split,
+        "group_size": source.group_size or block.group_size,
+        "sampling": merge_sampling(block.sampling, source.sampling),
+        "deadline_s": source.deadline_s,
+    }
+    if isinstance(source, TrainSourceConfig):
+        return Source(**shared, ratio=source.ratio, algorithm=source.algorithm or config.algorithm)
+    assert isinstance(source, EvalSourceConfig)
+    return Source(**shared, interval=source.interval or config.eval.interval, num_tasks=source.num_tasks)
+
+
+def merge_sampling(shared: SamplingConfig, own: SamplingConfig | None) -> SamplingConfig:
+    """The shared block with what a source sets explicitly on top."""
+    if own is None:
+        return shared
+    return shared.model_copy(update={name: getattr(own, name) for name in own.model_fields_set})
+
+
+def sampling_request(sampling: SamplingConfig) -> dict[str, Any]:
+    """Sampling as a model call carries it; settings at their neutral value are left out."""
+    request: dict[str, Any] = {"temperature": sampling.temperature}
+    if sampling.top_p < 1:
+        request["top_p"] = sampling.top_p
+    if sampling.top_k > 0:
+        request["top_k"] = sampling.top_k
+    if sampling.min_p > 0:
+        request["min_p"] = sampling.min_p
+    if sampling.max_tokens is not None:
+        request["max_tokens"] = sampling.max_tokens
+    if sampling.seed is not None:
+        request["seed"] = sampling.seed
+    return request | sampling.extra_body
+
+
+class TrainPicker:
+    """Draws train sources by ratio. The i-th draw depends on the seed and i alone, so its state is i."""
+
+    def __init__(self, sources: Sequence[Source], seed: int, num_picked: int = 0) -> None:
+        if not sources:
+            raise ConfigError("orchestrator.train names no environment; add a [[orchestrator.train]] block")
+        self._names = [source.name for source in sources]
+        self._bounds = list(itertools.accumulate(source.ratio for source in sources))
+        self._seed = seed
+        self.num_picked = num_picked
+
+    def pick(self) -> str:
+        """Name of the source of the next task."""
+        at = random.Random(f"{self._seed}/{self.num_picked}").random() * self._bounds[-1]
+        self.num_picked += 1
+        for name, bound in zip(self._names, self._bounds, strict=True):
+            if at < bound:
+                return name
+        return self._names[-1]
+
+
+@dataclass
+class EvalPass:
+    """One measurement of one source at one policy version. `num_opened` of `num_tasks` groups have begun."""
+
+    source: Source
+    version: int
+    num_tasks: int
+    num_opened: int = 0
+
+    @property
+    def stream(self) -> str:
+        return eval_stream(self.source.name, self.version)
+
+
+def eval_stream(name: str, version: int) -> str:
+    """Name of the stream of one eval pass."""
+    return f"eval/{name}@{version}"
+
+
+class EvalSlots:
+    """Passes with groups to open, served round-robin."""
+
+    def __init__(self) -> None:
+        self._passes: list[EvalPass] = []
+        self._at = 0
+
+    def __len__(self) -> int:
+        """Groups still to open."""
+        return sum(each.num_tasks - each.num_opened for each in self._passes)
+
+    def add(self, passes: Sequence[EvalPass]) -> None:
+        self._passes += [each for each in passes if each.num_tasks > each.num_opened]
+
+    def take(self) -> EvalPass | None:
+        """One slot of the next pass, or None."""
+        if not self._passes:
+            return None
+        self._at %= len(self._passes)
+        chosen = self._passes[self._at]
+        chosen.num_opened += 1
+        if chosen.num_opened >= chosen.num_tasks:
+            self._passes.pop(self._at)
+        else:
+            self._at += 1
+        return chosen
+
+
+class EvalSchedule:
+    """Decides which sources to measure at a policy version.
+
+    A version is due for a source when it, or one that was skipped since the last trigger, is a multiple of
+    the source's interval; it fires once, labelled with the version that is measured. The last version fires
+    every source.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        *,
+        first_version: int,
+        last_version: int,
+        skip_first: bool,
+        resumed: bool,
+        retrigger_on_resume: bool,
+    ) -> None:
+        self._sources = list(sources)
+        self._last_version = last_version
+        measures_first = retrigger_on_resume if resumed else not skip_first
+        self._seen = first_version - 1 if measures_first else first_version
+        self._first = first_version if measures_first else None
+
+    def due(self, version: int) -> list[Source]:
+        """Sources to measure now that `version` is live. Call once per live version, ascending."""
+        if version <= self._seen:
+            return []
+        since, self._seen = self._seen, version
+        if version >= self._last_version or version == self._first:
+            return list(self._sources)
+        return [each for each in self._sources if version // each.interval > max(since, 0) // each.interval]

@@ -1,0 +1,521 @@
+"""From finished train episodes to batches.
+
+Owns the groups that are not complete, the scored traces that wait for a batch, and all trainer-bound state
+(credit, samples, reasons), keyed by trace id. Promises:
+
+- groups are told apart by their explicit id only; a group is finalised once, when what arrived and what was
+  cancelled add up to its size; a stale group is void as a whole;
+- every trace of an ok episode ends once: in a batch, or dropped; all reasons that apply are collected;
+- no trace ships whose oldest token is more than `max_off_policy` versions behind (this sweep is the
+  guarantee, the dispatcher's cancel only saves compute);
+- every payload that does not ship is released as `train_sink`, once;
+- traces ship in the order in which their groups completed.
+
+Back-pressure is the loop's: it closes the dispatch gate while `num_waiting` is too large. Does not know files,
+engines or the clock.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from moorage.config.orchestrator import DropConfig
+from moorage.core.errors import ConfigError
+from moorage.core.log import get_logger
+from moorage.orchestrator.algorithms.base import Algorithm, ScoredGroup
+from moorage.orchestrator.credit import CreditTable, is_flat, read_advantage
+from moorage.orchestrator.events import Arrived, Cancelled, Event
+from moorage.orchestrator.facts import EpisodeFacts, read_episode, read_reward
+from moorage.orchestrator.groups import Group
+from moorage.orchestrator.holdings import Holdings
+from moorage.orchestrator.metrics import TrainMarks
+from moorage.orchestrator.outcomes import DROP_REASONS, Outcomes
+from moorage.orchestrator.payloads import oldest_version, span_of
+from moorage.orchestrator.samples import make_samples, prune_zero
+from moorage.records.payload import TracePayload
+from moorage.records.sample import TrainSample
+
+log = get_logger(__name__)
+
+MAX_BARREN = 10
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """How one source's traces become samples."""
+
+    algorithm: Algorithm
+    temperature: float
+    group_size: int
+
+
+@dataclass(frozen=True)
+class SinkLimits:
+    """What a batch is, and what may be in it. Give `batch_traces` or `batch_tokens`."""
+
+    seq_len: int
+    max_off_policy: int
+    batch_traces: int | None
+    batch_tokens: int | None = None
+    drop: DropConfig = field(default_factory=DropConfig)
+    require_routing: bool = False
+
+
+@dataclass
+class Pending:
+    """A group that is not complete."""
+
+    group: Group
+    episodes: list[Arrived] = field(default_factory=list)
+    missing: int = 0
+    void: str | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.episodes) + self.missing >= self.group.size
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A trace that waits for a batch."""
+
+    trace: Any
+    arrived: Arrived
+    samples: tuple[TrainSample, ...]
+    oldest: int | None
+    advantage: float | None
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(sample.num_tokens for sample in self.samples)
+
+
+@dataclass
+class Fate:
+    """An ok episode: how many of its traces wait, whether one shipped, why others did not."""
+
+    open: int
+    trained: bool = False
+    reasons: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Window:
+    """What happened since the last cut; each episode is in exactly one window."""
+
+    episodes: list[EpisodeFacts] = field(default_factory=list)
+    marks: dict[str, TrainMarks] = field(default_factory=dict)
+    decisions: list[frozenset[str]] = field(default_factory=list)
+    num_stale: int = 0
+    num_lone: int = 0
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What ships in `step`. `cohort`: the traces with at least one sample in it."""
+
+    step: int
+    samples: list[TrainSample]
+    cohort: list[Scored]
+    window: Window
+
+    @property
+    def blob_ids(self) -> list[str]:
+        return [sample.payload.id for sample in self.samples]
+
+
+class TrainSink:
+    """One per orchestrator; `add` is called by the consumer, `cut` by the ship path, on one loop."""
+
+    def __init__(
+        self,
+        settings: Mapping[str, TrainSettings],
+        limits: SinkLimits,
+        holdings: Holdings,
+        outcomes: Outcomes,
+        *,
+        on_settled: Callable[[str], None],
+    ) -> None:
+        """`on_settled(group id)`: trained or dropped for good; a resume need not run its task again."""
+        self.settings = settings
+        self.limits = limits
+        self.window = Window()
+        self.num_barren = 0.0
+        self.num_empty = 0
+        self._holdings = holdings
+        self._outcomes = outcomes
+        self._on_settled = on_settled
+        self._credit = CreditTable()
+        self._pending: dict[str, Pending] = {}
+        self._queue: dict[str, Scored] = {}
+        self._fates: dict[str, Fate] = {}
+        self._queued_of: dict[str, int] = {}
+
+    # -- arrivals
+
+    async def add(self, event: Event) -> None:
+        """Take one event. Runs the algorithm's hooks; awaits them when they ask somebody."""
+        pending = self._pending.get(event.group.id)
+        if pending is None:
+            pending = self._pending[event.group.id] = Pending(event.group)
+        if isinstance(event, Cancelled):
+            pending.missing += event.cancellation.count
+            if event.cancellation.reason in ("stale", "shutdown"):
+                pending.void = event.cancellation.reason
+            self._add_cancelled(event)
+        else:
+            await self._add_episode(pending, event)
+        if pending.is_complete:
+            del self._pending[event.group.id]
+            await self._finalise(pending)
+
+    def _add_cancelled(self, event: Cancelled) -> None:
+        """Cancelled episodes have no traces and belong to no agent."""
+        group = event.group
+        for at in range(event.cancellation.count):
+            facts = EpisodeFacts(
+                f"{group.id}/{at}", group.source, group.id, False, (), cancelled=True, sums={}
+            )
+            self.window.episodes.append(facts)
+
+    async def _add_episode(self, pending: Pending, event: Arrived) -> None:
+        episode = event.episode
+        self._holdings.hand_over(event.payloads, "dispatcher", "train_sink")
+        self.window.episodes.append(
+            read_episode(
+                episode,
+                env=event.group.source,
+                group_id=event.group.id,
+                span=span_of(event.payloads.values()),
+                payloads=event.payloads,
+            )
+        )
+        pending.episodes.append(event)
+        if not episode.ok:
+            self._outcomes.error()
+            self._holdings.release(event.payloads, "train_sink")
+            return
+        self._outcomes.arrive()
+        _check_payloads(event)
+        algorithm = self.settings[event.group.source].algorithm
+        if any(is_candidate(trace) for trace in episode.traces):
+            await _maybe(algorithm.score_episode(episode, self._credit))
+
+    # -- complete groups
+
+    async def _finalise(self, pending: Pending) -> None:
+        ok = [event for event in pending.episodes if event.episode.ok]
+        if pending.void:
+            for event in ok:
+                self._drop_episode(event, pending.void)
+            self._settle_if_done(pending.group.id)
+            return
+        survivors = [(event, trace) for event in ok for trace in event.episode.traces if survives(trace)]
+        if survivors:
+            group = ScoredGroup(
+                id=pending.group.id,
+                source=pending.group.source,
+                episodes=[event.episode for event in ok],
+                survivors=frozenset(trace.id for _, trace in survivors),
+            )
+            self.window.num_lone += len(survivors) == 1
+            await _maybe(self.settings[group.source].algorithm.score_group(group, self._credit))
+        num_before = len(self._queue)
+        for event in ok:
+            self._decide(event)
+        self._count_barren(pending, ok, len(self._queue) > num_before)
+        self._settle_if_done(pending.group.id)
+
+    def _decide(self, event: Arrived) -> None:
+        """Queue or drop each trace of a scored episode."""
+        fate = self._fates[event.episode.id] = Fate(open=len(event.episode.traces))
+        for trace in event.episode.traces:
+            if survives(trace):
+                self._decide_survivor(event, trace)
+            else:
+                self._drop_trace(event, trace, "unscored" if is_candidate(trace) else "untrainable")
+        self._end_if_final(event.episode.id, fate)
+
+    def _decide_survivor(self, event: Arrived, trace: Any) -> None:
+        """Collect every reason, then act on those that keep a trace out of the queue."""
+        payload = event.payloads[trace.id]
+        assert payload is not None
+        credit = self._credit.of(trace.id)
+        samples = self._make_samples(event, trace.id, payload)
+        reasons = {name for name, fired in payload.detected.items() if fired and name in DROP_REASONS}
+        keep_out = {name for name in reasons if getattr(self.limits.drop, name, False)}
+        if is_flat(credit):
+            reasons.add("zero_advantage")
+        if not payload.branches:
+            keep_out.add("untrainable")
+        elif not credit:
+            keep_out.add("unassigned")
+        elif not samples:
+            keep_out.add("truncated")
+        self.window.decisions.append(frozenset(reasons | keep_out))
+        advantage = read_advantage(credit)
+        self._credit.forget(trace.id)
+        self.window.marks[trace.id] = TrainMarks(advantage, False)
+        if keep_out:
+            self._drop_trace(event, trace, next(name for name in DROP_REASONS if name in keep_out))
+            return
+        oldest = oldest_version(payload)
+        scored = Scored(
+            trace, event, tuple(samples), event.group.version if oldest is None else oldest, advantage
+        )
+        used = {sample.payload.id for sample in samples}
+        self._holdings.release_ids(
+            [branch.id for branch in payload.branches if branch.id not in used], "train_sink"
+        )
+        self._queue[trace.id] = scored
+        self._queued_of[event.group.id] = self._queued_of.get(event.group.id, 0) + 1
+
+    def _make_samples(self, event: Arrived, trace_id: str, payload: TracePayload) -> list[TrainSample]:
+        samples = make_samples(
+            payload,
+            self._credit.of(trace_id),
+            env=event.group.source,
+            trace_id=trace_id,
+            temperature=self.settings[event.group.source].temperature,
+            seq_len=self.limits.seq_len,
+        )
+        if self.limits.require_routing:
+            for sample in samples:
+                if sample.payload.routing is None:
+                    raise ConfigError(
+                        f"trainer.router_replay is on, but trace {trace_id} of source `{event.group.source}` "
+                        "came without routing rows: set inference.routed_experts = true on every engine, or "
+                        "trainer.router_replay = false"
+                    )
+        return samples
+
+    # -- batches
+
+    @property
+    def num_waiting(self) -> int:
+        """Scored traces that wait for a batch."""
+        return len(self._queue)
+
+    @property
+    def num_pending(self) -> int:
+        """Groups that are not complete."""
+        return len(self._pending)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a batch could be cut, staleness aside."""
+        if self.limits.batch_traces is not None:
+            return len(self._queue) >= self.limits.batch_traces
+        return self._enough(self._queue.values())
+
+    def sweep(self, step: int) -> int:
+        """Drop queued traces too stale for the batch of `step`; how many."""
+        min_fresh = step - 1 - self.limits.max_off_policy
+        stale = [
+            scored
+            for scored in self._queue.values()
+            if scored.oldest is not None and scored.oldest < min_fresh
+        ]
+        for scored in stale:
+            self._unqueue(scored)
+            self._drop_trace(scored.arrived, scored.trace, "stale")
+            self._end_and_settle(scored)
+        return len(stale)
+
+    def cut(self, step: int) -> Batch | None:
+        """The batch of `step` and the window that ends with it, or None: not enough waits.
+
+        A batch may come out smaller than asked for, because zero credit is pruned after selection. When nothing
+        is left of it, its traces are dropped, the window goes on, and None is returned.
+        """
+        self.sweep(step)
+        if not self.is_ready:
+            return None
+        chosen: list[Scored] = []
+        for scored in self._queue.values():
+            chosen.append(scored)
+            if self._enough(chosen):
+                break
+        samples: list[TrainSample] = []
+        cohort: list[Scored] = []
+        for scored in chosen:
+            self._unqueue(scored)
+            kept = self._prune(scored)
+            if kept:
+                samples += kept
+                cohort.append(scored)
+                self._fates[scored.arrived.episode.id].trained = True
+                self._fates[scored.arrived.episode.id].open -= 1
+                self.window.marks[scored.trace.id] = TrainMarks(scored.advantage, True)
+            else:
+                self._drop_trace(scored.arrived, scored.trace, "zero_advantage")
+            self._end_and_settle(scored)
+        if not samples:
+            self._count_empty()
+            return None
+        self.num_empty = 0
+        window, self.window = self.window, Window()
+        return Batch(step, samples, cohort, window)
+
+    def _enough(self, chosen: Iterable[Scored]) -> bool:
+        if self.limits.batch_traces is not None:
+            return sum(1 for _ in chosen) >= self.limits.batch_traces
+        assert self.limits.batch_tokens is not None
+        return sum(scored.num_tokens for scored in chosen) >= self.limits.batch_tokens
+
+    def _prune(self, scored: Scored) -> list[TrainSample]:
+        """The samples that still train; the payloads of the others are released."""
+        if not self.limits.drop.zero_advantage:
+            return list(scored.samples)
+        pruned = [(sample, prune_zero(sample)) for sample in scored.samples]
+        kept = [after for _, after in pruned if after is not None]
+        if kept:  # else the whole trace is dropped by the caller
+            gone = [before.payload.id for before, after in pruned if after is None]
+            self._holdings.release_ids(gone, "train_sink")
+        return kept
+
+    def shipped(self, batch: Batch) -> None:
+        """The batch is READY: its payloads are the trainer's."""
+        self._holdings.ship(batch.blob_ids, "train_sink")
+
+    def close(self) -> None:
+        """The run ends: everything that waits is dropped as `shutdown`. Payloads still held here are then
+        released by the holdings, as `shutdown`."""
+        for pending in self._pending.values():
+            for event in pending.episodes:
+                if event.episode.ok:
+                    self._outcomes.drop("shutdown")
+        self._pending.clear()
+        for scored in list(self._queue.values()):
+            self._unqueue(scored)
+            fate = self._fates[scored.arrived.episode.id]
+            fate.open -= 1
+            fate.reasons.append("shutdown")
+            self._end_if_final(scored.arrived.episode.id, fate)
+
+    # -- ends
+
+    def _drop_episode(self, event: Arrived, reason: str) -> None:
+        self._holdings.release(event.payloads, "train_sink")
+        for trace in event.episode.traces:
+            self._credit.forget(trace.id)
+        if reason == "stale":
+            self.window.num_stale += len(event.episode.traces)
+        self._outcomes.drop(reason)
+
+    def _drop_trace(self, event: Arrived, trace: Any, reason: str) -> None:
+        """One trace will not train. The caller has taken it out of the queue and ends the episode if it may."""
+        self._holdings.release([trace.id], "train_sink")
+        self._credit.forget(trace.id)
+        self.window.num_stale += reason == "stale"
+        fate = self._fates[event.episode.id]
+        fate.open -= 1
+        fate.reasons.append(reason)
+
+    def _unqueue(self, scored: Scored) -> None:
+        del self._queue[scored.trace.id]
+        group_id = scored.arrived.group.id
+        self._queued_of[group_id] -= 1
+        if not self._queued_of[group_id]:
+            del self._queued_of[group_id]
+
+    def _end_and_settle(self, scored: Scored) -> None:
+        episode_id = scored.arrived.episode.id
+        fate = self._fates[episode_id]
+        if fate.trained:
+            self._on_settled(scored.arrived.group.id)
+        self._end_if_final(episode_id, fate)
+        self._settle_if_done(scored.arrived.group.id)
+
+    def _end_if_final(self, episode_id: str, fate: Fate) -> None:
+        if fate.open:
+            return
+        del self._fates[episode_id]
+        if fate.trained:
+            self._outcomes.train()
+        else:
+            self._outcomes.drop(min(fate.reasons or ["untrainable"], key=_seriousness))
+
+    def _settle_if_done(self, group_id: str) -> None:
+        if group_id not in self._queued_of and group_id not in self._pending:
+            self._on_settled(group_id)
+
+    # -- a run that produces nothing
+
+    def _count_barren(self, pending: Pending, ok: Sequence[Arrived], queued: bool) -> None:
+        """Warn per batch's worth of episodes that gave nothing to train, raise after ten in a row."""
+        if queued:
+            self.num_barren = 0.0
+            return
+        before = int(self.num_barren)
+        self.num_barren += self._batch_share(pending, ok)
+        if int(self.num_barren) == before:
+            return
+        log.warning(
+            "source `%s`: episodes worth %d batches in a row gave nothing to train (last errors: %s)",
+            pending.group.source,
+            int(self.num_barren),
+            _last_errors(pending),
+        )
+        if self.num_barren >= MAX_BARREN:
+            raise ConfigError(
+                f"episodes worth {MAX_BARREN} batches in a row gave nothing to train; last errors of source "
+                f"`{pending.group.source}`: {_last_errors(pending)}. Try it with "
+                "`moorage env-server --check`."
+            )
+
+    def _batch_share(self, pending: Pending, ok: Sequence[Arrived]) -> float:
+        if self.limits.batch_traces is not None:
+            return max(sum(len(e.episode.traces) for e in ok), pending.group.size) / self.limits.batch_traces
+        assert self.limits.batch_tokens is not None
+        tokens = sum(event.episode.num_total_tokens for event in ok)
+        return (tokens or self.limits.seq_len * pending.group.size) / self.limits.batch_tokens
+
+    def _count_empty(self) -> None:
+        self.num_empty += 1
+        log.warning("a whole batch had zero credit only (%d in a row)", self.num_empty)
+        if self.num_empty >= MAX_BARREN:
+            raise ConfigError(
+                f"{MAX_BARREN} batches in a row had zero credit only: all rewards within each group are equal. "
+                "Choose easier or harder tasks, a larger group_size, or drop.zero_advantage = false"
+            )
+
+
+def is_candidate(trace: Any) -> bool:
+    """A clean trace that the policy sampled and that trains it."""
+    return trace.ok and trace.agent.trainable and any(node.sampled for node in trace.nodes)
+
+
+def survives(trace: Any) -> bool:
+    """A candidate with a reward that is a number: what baselines are over."""
+    return is_candidate(trace) and read_reward(trace) is not None
+
+
+def _check_payloads(event: Arrived) -> None:
+    for trace_id, payload in event.payloads.items():
+        if payload is None:
+            raise ConfigError(
+                f"train source `{event.group.source}`: trace {trace_id} came without a payload record, so its env "
+                "server is not moorage's; start it with `moorage env-server` (R8)"
+            )
+
+
+def _seriousness(reason: str) -> int:
+    return DROP_REASONS.index(reason)
+
+
+def _last_errors(pending: Pending) -> str:
+    errors = [
+        f"{error.type}: {error.message}"
+        for event in pending.episodes
+        for error in [*event.episode.errors[-1:], *(e for t in event.episode.traces for e in t.errors[-1:])]
+    ]
+    return "; ".join(dict.fromkeys(errors)) or "none: no trainable trace, or none with a reward"
+
+
+async def _maybe(result: Any) -> None:
+    if inspect.isawaitable(result):
+        await result
