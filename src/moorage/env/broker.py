@@ -1,0 +1,712 @@
+"""The broker: the one process of an env server that clients talk to.
+
+| part | does | unblocked by |
+|---|---|---|
+| `Port.on_frames` | reads requests, answers or queues them | clients |
+| `Workers` callbacks | turn a run's ending into its answer | workers, their deaths |
+| `_tick` | deadlines, leases, late cancels, undelivered replies | the clock |
+| `_stop_wanted` | ends the server in order | SIGTERM, parent's death, third worker death |
+
+Promises: no request is left without an answer; a run is answered by its deadline whatever its worker does;
+bodies of tasks and episodes are forwarded, never decoded here. Rules live in `delivery`, `leases`, `streams`;
+this module gathers facts, asks them, and carries out what they say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import importlib.metadata
+import logging
+import os
+import resource
+import secrets
+import signal
+import time
+import uuid
+from collections import OrderedDict, deque
+from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import zmq
+
+from moorage.config.env import EnvServerConfig
+from moorage.core.aio import TaskOwner
+from moorage.core.errors import ConfigError, EnvServerError
+from moorage.core.log import get_logger, setup_logging
+from moorage.core.net import advertised_host, node_name
+from moorage.core.parent import watch_parent
+from moorage.core.rundir import Heartbeat, RunDir, write_json_atomic
+from moorage.env import protocol as wire
+from moorage.env.channel import Kind
+from moorage.env.delivery import Abort, Answer, Delivery, Discard, Instruction, Send, State
+from moorage.env.leases import Holder, Leases, holder_of
+from moorage.env.port import Port
+from moorage.env.store import Store
+from moorage.env.streams import Streams
+from moorage.env.worker import Assignment
+from moorage.env.workers import Callbacks, Workers
+
+TICK_S = 0.25
+DEADLINE_GRACE_S = 1.0
+"""A worker answers for its own deadlines; so long after one the broker does."""
+GONE_S = 30.0
+"""A run that was ended and is still there after this takes its worker along."""
+ANSWERS_S = 60.0
+"""Answers to requests that may be asked again are remembered so long."""
+DRAIN_S = 10.0
+READY_S = 300.0
+FDS_PER_RUN = 1
+FDS_FIXED = 256
+INLINE_TASKS = 50_000
+"""Streams over more tasks than this are advanced off the loop."""
+log = get_logger(__name__)
+
+
+@dataclass
+class Run:
+    """A run that is not over. `identity` and `frame_id` say where its answer goes."""
+
+    identity: bytes
+    frame_id: bytes
+    method: bytes
+    cost: int
+    body: bytes
+    deadline: float
+
+
+@dataclass
+class CancelWait:
+    """A cancel that is answered when its runs have ended, or at `until`."""
+
+    identity: bytes
+    frame_id: bytes
+    live: tuple[str, ...]
+    left: set[str]
+    until: float
+
+
+@dataclass
+class Environment:
+    """What the broker knows of the environment it serves."""
+
+    env_id: str
+    env_data: dict[str, Any]
+    scores_groups: bool
+    streams: Streams
+
+
+@dataclass
+class Counts:
+    """What went wrong so far."""
+
+    malformed: int = 0
+    disconnected: int = 0
+
+
+@dataclass
+class _Timers:
+    """Deadlines: (when, request id, what happens then)."""
+
+    heap: list[tuple[float, str, str]] = field(default_factory=list)
+
+    def add(self, when: float, request_id: str, what: str) -> None:
+        heapq.heappush(self.heap, (when, request_id, what))
+
+    def due(self, now: float) -> list[tuple[str, str]]:
+        out = []
+        while self.heap and self.heap[0][0] <= now:
+            _, request_id, what = heapq.heappop(self.heap)
+            out.append((request_id, what))
+        return out
+
+
+class Broker:
+    """One env server."""
+
+    def __init__(self, config: EnvServerConfig, token: str, environment: Environment) -> None:
+        self.config = config
+        self.token = token
+        self.environment = environment
+        self.streams = environment.streams
+        self.server_id = uuid.uuid4().hex
+        self.store_name = f"{config.source.name}.{node_name()}"
+        self.store = Store(config, f"{config.split}/{self.store_name}", self.server_id, token)
+        self.leases = Leases(config.run_id, config.attempt)
+        self.delivery = Delivery()
+        self.counts = Counts()
+        self.address = ""
+        self.fatal: str | None = None
+        self._owner = TaskOwner("broker")
+        self._runs: dict[str, Run] = {}
+        self._queue: deque[str] = deque()
+        self._replies: dict[str, bytes] = {}
+        self._answers: OrderedDict[tuple[bytes, bytes], tuple[float, list[bytes]]] = OrderedDict()
+        self._busy: set[tuple[bytes, bytes]] = set()
+        self._cancels: list[CancelWait] = []
+        self._outbox: dict[bytes, deque[list[bytes]]] = {}
+        self._timers = _Timers()
+        self._stream_thread = ThreadPoolExecutor(1, "streams")
+        self._draining = False
+        self._stop_wanted = asyncio.Event()
+
+    # -- life
+
+    async def start(self) -> None:
+        """Bind, start payload service and workers, publish the address when one worker is ready."""
+        await self.store.start()
+        self._context = zmq.Context()
+        socket = self._context.socket(zmq.ROUTER)
+        for option, value in (
+            (zmq.ROUTER_HANDOVER, 1),
+            (zmq.ROUTER_MANDATORY, 1),
+            (zmq.MAXMSGSIZE, wire.MAX_MESSAGE_BYTES),
+            (zmq.SNDHWM, 20_000),
+            (zmq.LINGER, 0),
+        ):
+            socket.setsockopt(option, value)
+        host = self.config.source.host
+        try:
+            socket.bind(f"tcp://{host}:{self.config.rpc_port or '*'}")
+        except zmq.ZMQError as error:
+            raise ConfigError(f"rpc port {self.config.rpc_port} on {host}: {error}; choose another") from None
+        port = int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
+        self.address = f"tcp://{advertised_host(host)}:{port}"
+        self._monitor = Port(socket.get_monitor_socket(zmq.EVENT_DISCONNECTED), self._on_disconnect)
+        self._port = Port(socket, self._on_frames)
+        self._workers = Workers(
+            self.config.source.num_workers,
+            self.config.source.max_concurrent,
+            self._assignment(),
+            Callbacks(self._on_ended, self._pump, self._on_death, self._on_final),
+        )
+        await self._workers.start()
+        self._owner.start(self._tick_forever(), "tick", forever=True)
+        self._owner.start(self.store.watch(), "payload service", forever=True)
+        self._watching = asyncio.create_task(self._watch_failure())
+        ready = asyncio.create_task(self._workers.wait_ready(READY_S))
+        stop = asyncio.create_task(self._stop_wanted.wait())
+        await asyncio.wait({ready, stop}, return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        if not ready.done():
+            ready.cancel()
+        elif ready.exception() is not None:
+            self.fail(f"no worker became ready within {READY_S:g} s")
+
+    def _assignment(self) -> Assignment:
+        return Assignment(
+            server=self.config.model_dump(mode="json"),
+            env_data=self.environment.env_data,
+            index=0,
+            attempt_key=self.store.attempt_key,
+            spool_root=str(self.store.root),
+            store=self.store.name,
+            payload_url=self.store.url,
+        )
+
+    async def _watch_failure(self) -> None:
+        failure = await self._owner.wait_failed()
+        log.error("the broker failed", exc_info=failure)
+        self.fail(f"{type(failure).__name__}: {failure}")
+
+    def fail(self, message: str) -> None:
+        """Stop the server with this as its last error."""
+        if self.fatal is None:
+            self.fatal = message
+        self._stop_wanted.set()
+
+    def request_stop(self) -> None:
+        """Begin the orderly stop."""
+        self._stop_wanted.set()
+
+    async def wait_stopped(self) -> None:
+        """Serve until a stop is wanted, then drain and end everything."""
+        await self._stop_wanted.wait()
+        self._draining = True
+        end = time.monotonic() + (0 if self.fatal else DRAIN_S)
+        while self.delivery.entries and time.monotonic() < end:
+            await asyncio.sleep(0.02)
+        await self.close()
+
+    async def close(self) -> None:
+        """Answer what is left, end the workers, free what nobody owns."""
+        self._draining = True
+        reason = f"the env server is stopping: {self.fatal}" if self.fatal else "the env server is stopping"
+        for holder in {entry.holder for entry in self.delivery.entries.values()}:
+            self._carry_out(self.delivery.drop(holder, "server_stopping", reason))
+        self._answer_cancels(float("inf"))
+        await self._workers.stop()
+        self._watching.cancel()
+        await self._owner.close()
+        self._stream_thread.shutdown(wait=False)
+        await self.store.stop()
+        self._monitor.close()
+        self._port.socket.disable_monitor()
+        self._port.close(linger_ms=1000)
+        await asyncio.to_thread(self._context.term)
+
+    # -- requests
+
+    def _on_frames(self, frames: list[bytes]) -> None:
+        if len(frames) != 4 or not wire.REQUEST_ID.fullmatch(frames[1]):
+            self.counts.malformed += 1
+            if len(frames) > 2 and wire.REQUEST_ID.fullmatch(frames[1]):
+                message = f"a request has 3 frames [id, method, body], not {len(frames) - 1}"
+                self._send(frames[0], frames[1], wire.ERROR, wire.encode_error("bad_request", message))
+            return
+        identity, frame_id, method, body = frames
+        try:
+            self._handle(identity, frame_id, method, body)
+        except EnvServerError as error:
+            if error.kind == "bad_request":
+                self.counts.malformed += 1
+            self._send(identity, frame_id, wire.ERROR, wire.encode_error(error.kind, str(error)))
+
+    def _handle(self, identity: bytes, frame_id: bytes, method: bytes, body: bytes) -> None:
+        request = self._decode(method, body)
+        if not wire.is_token(request.token, self.token):
+            raise EnvServerError("refused", "wrong token: it is not the secret of this run (MOORAGE_TOKEN)")
+        holder = holder_of(request)
+        if isinstance(request, wire.Bye):
+            self.leases.check_bye(holder)
+        elif not isinstance(request, wire.Hello):
+            self.leases.check(holder, time.monotonic())
+        match request:
+            case wire.Hello():
+                self._later(identity, frame_id, self._hello(holder, request))
+            case wire.Ping():
+                self._later(identity, frame_id, self._ping(identity, holder, request))
+            case wire.Ack():
+                owned, unknown = self.delivery.ack(request.ids, holder.key)
+                for request_id in owned:
+                    self._replies.pop(request_id, None)
+                self._reply(identity, frame_id, wire.AckReply(owned=tuple(owned), unknown=tuple(unknown)))
+            case wire.Cancel():
+                self._cancel(identity, frame_id, holder, request)
+            case wire.RunRollout():  # RunGroup is one
+                self._admit(identity, frame_id, method, body, holder, request)
+            case wire.Bye():
+                self._later(identity, frame_id, self._bye(holder, request))
+            case _:
+                self._once(identity, frame_id, request)
+
+    def _decode(self, method: bytes, body: bytes) -> wire.Request:
+        try:
+            return wire.decode_request(method, body)
+        except EnvServerError:
+            if method == b"hello" and (version := _version_of(body)) not in (None, wire.PROTOCOL_VERSION):
+                raise _version_mismatch(version) from None
+            raise
+
+    async def _hello(self, holder: Holder, request: wire.Hello) -> msgspec.Struct:
+        if request.version != wire.PROTOCOL_VERSION:
+            raise _version_mismatch(request.version)
+        displaced = self.leases.hello(holder, time.monotonic())
+        for other in displaced:
+            log.info("%s takes over from %s", holder, other)
+            self._drop(other, "cancelled", f"{holder} has taken over")
+            self.delivery.forget_owned(other.key)
+        if displaced:
+            self.streams.close_all()
+            await self._until_gone({other.key for other in displaced})
+            await self.store.discard_all("env_server", request.adopt)
+        await self.store.adopt(request.adopt)
+        return wire.HelloReply(
+            env_id=self.environment.env_id,
+            num_tasks=self.streams.num_tasks,
+            scores_groups=self.environment.scores_groups,
+            store=self.store.name,
+            payload_url=self.store.url,
+            server_id=self.server_id,
+            versions=_versions(),
+        )
+
+    async def _ping(self, identity: bytes, holder: Holder, request: wire.Ping) -> msgspec.Struct:
+        unknown = []
+        for request_id in request.open:
+            if self.delivery.knows(request_id, holder.key):
+                if request_id in self._replies:  # the client still waits: its reply may be lost
+                    run = self._runs.get(request_id)
+                    if run is not None:
+                        self._send(identity, run.frame_id, wire.REPLY, self._replies[request_id])
+                continue
+            answered = self._answers.get((identity, request_id.encode()))
+            if answered is not None:
+                self._send_frames(answered[1])
+            else:
+                unknown.append(request_id)
+        return wire.PingReply(
+            server_id=self.server_id,
+            load=self._load(),
+            in_flight=self.delivery.count(State.RUNNING) + self.delivery.count(State.QUEUED),
+            ledger=await self.store.ledger(),
+            unknown=tuple(unknown),
+        )
+
+    def _load(self) -> wire.Load:
+        return wire.Load(
+            workers=self._workers.num_ready,
+            running=self.delivery.count(State.RUNNING),
+            queued=self.delivery.count(State.QUEUED),
+            unacknowledged=self.delivery.count(State.REPLIED),
+            streams=len(self.streams),
+            malformed=self.counts.malformed,
+            disconnected=self.counts.disconnected,
+            worker_deaths=self._workers.deaths,
+            payload_restarts=self.store.restarts,
+        )
+
+    def _once(self, identity: bytes, frame_id: bytes, request: wire.Request) -> None:
+        """Answer a request that must have its effect once, however often it is sent."""
+        key = (identity, frame_id)
+        known = self._answers.get(key)
+        if known is not None:
+            self._send_frames(known[1])
+        elif key not in self._busy:
+            self._busy.add(key)
+            if self.streams.num_tasks is not None and self.streams.num_tasks <= INLINE_TASKS:
+                try:
+                    self._remember(identity, frame_id, wire.REPLY, self._stream_call(request))
+                except EnvServerError as error:
+                    self._remember(identity, frame_id, wire.ERROR, wire.encode_error(error.kind, str(error)))
+            else:
+                self._owner.start(self._stream_call_later(identity, frame_id, request), "stream")
+
+    def _stream_call(self, request: wire.Request) -> bytes:
+        match request:
+            case wire.Sample():
+                served = self.streams.sample(request.stream, request.limit)
+                task = wire.encode(served.task.data.model_dump(mode="json"))
+                return wire.encode(
+                    wire.SampleReply(task=msgspec.Raw(task), epoch=served.epoch, position=served.position)
+                )
+            case wire.Restore():
+                self.streams.restore(request.stream, request.epoch, request.position, request.limit)
+            case wire.CloseStream():
+                self.streams.close(request.stream)
+        return wire.encode(wire.Done())
+
+    async def _stream_call_later(self, identity: bytes, frame_id: bytes, request: wire.Request) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            body = await loop.run_in_executor(self._stream_thread, self._stream_call, request)
+            self._remember(identity, frame_id, wire.REPLY, body)
+        except EnvServerError as error:
+            self._remember(identity, frame_id, wire.ERROR, wire.encode_error(error.kind, str(error)))
+        except Exception as error:  # noqa: BLE001 - the taskset's own code failed: the client is told
+            log.warning("the taskset failed", exc_info=True)
+            text = f"the taskset failed: {type(error).__name__}: {error}"
+            self._remember(identity, frame_id, wire.ERROR, wire.encode_error("task_error", text))
+
+    # -- runs
+
+    def _admit(
+        self,
+        identity: bytes,
+        frame_id: bytes,
+        method: bytes,
+        body: bytes,
+        holder: Holder,
+        request: wire.RunRollout,
+    ) -> None:
+        if self._draining:
+            raise EnvServerError("server_stopping", "the env server is stopping")
+        cost = request.n if isinstance(request, wire.RunGroup) else 1
+        if isinstance(request, wire.RunGroup) and not self.environment.scores_groups:
+            raise EnvServerError(
+                "bad_request",
+                f"{self.environment.env_id} scores no groups (it defines no score_group): use run_rollout",
+            )
+        if cost < 1 or not 0 < request.deadline_s < 1e8:
+            raise EnvServerError(
+                "bad_request", f"n = {cost}, deadline_s = {request.deadline_s}: both above 0"
+            )
+        request_id = frame_id.decode()
+        if not self.delivery.admit(request_id, holder.key):
+            raise EnvServerError("bad_request", f"request id {request_id!r} is taken")
+        deadline = time.monotonic() + request.deadline_s
+        self._runs[request_id] = Run(identity, frame_id, method, cost, body, deadline)
+        self._timers.add(deadline, request_id, "queued")
+        self._queue.append(request_id)
+        self._pump()
+
+    def _pump(self) -> None:
+        """Give queued runs to workers, first come first served."""
+        while self._queue:
+            request_id = self._queue[0]
+            if self.delivery.state(request_id) is not State.QUEUED:
+                self._queue.popleft()
+                continue
+            run = self._runs[request_id]
+            worker = self._workers.choose(run.cost)
+            if worker is None:
+                return
+            self._queue.popleft()
+            self.delivery.dispatched(request_id)
+            left_s = max(0.001, run.deadline - time.monotonic())
+            kind = Kind.GROUP if run.method == b"run_group" else Kind.RUN
+            self._workers.run(worker, kind, request_id, run.cost, left_s, run.body)
+            run.body = b""
+
+    def _on_ended(self, request_id: str, kind: int, kept: int, body: bytes) -> None:
+        if kind == Kind.DONE:
+            self._carry_out(self.delivery.finished(request_id, kept > 0), body)
+        else:
+            error = wire.decode_error(body)
+            self._carry_out(self.delivery.failed(request_id, kept > 0, error.kind, str(error)))
+        self._ended(request_id)
+        self._pump()
+
+    def _on_death(self, request_ids: list[str], message: str) -> None:
+        for request_id in request_ids:
+            self._carry_out(self.delivery.worker_died(request_id, message))
+            self._ended(request_id)
+
+    def _on_final(self, message: str) -> None:
+        self.fail(f"three workers died within a minute; the last: {message}")
+
+    def _ended(self, request_id: str) -> None:
+        """No worker has this run any more."""
+        for wait in self._cancels:
+            wait.left.discard(request_id)
+        if self._cancels:
+            self._answer_cancels(time.monotonic())
+
+    def _carry_out(self, instructions: list[Instruction], body: bytes = b"") -> None:
+        for instruction in instructions:
+            match instruction:
+                case Send(request_id):
+                    run = self._runs[request_id]
+                    self._replies[request_id] = body
+                    self._send(run.identity, run.frame_id, wire.REPLY, body)
+                case Answer(request_id, kind, message):
+                    run = self._runs[request_id]
+                    self._remember(run.identity, run.frame_id, wire.ERROR, wire.encode_error(kind, message))
+                case Abort(request_id):
+                    self._timers.add(time.monotonic() + GONE_S, request_id, "gone")
+                    self._workers.cancel(request_id)
+                case Discard(request_id):
+                    self.store.discard(request_id)
+            if self.delivery.state(instruction.id) is None:
+                self._forget(instruction.id)
+
+    def _forget(self, request_id: str) -> None:
+        self._runs.pop(request_id, None)
+        self._replies.pop(request_id, None)
+
+    def _cancel(self, identity: bytes, frame_id: bytes, holder: Holder, request: wire.Cancel) -> None:
+        live, instructions = self.delivery.cancel(request.ids, holder.key)
+        self._carry_out(instructions)
+        left = {i for i in request.ids if self.delivery.state(i) is State.ABORTING}
+        wait = CancelWait(identity, frame_id, tuple(live), left, time.monotonic() + wire.CANCEL_S)
+        self._cancels.append(wait)
+        self._answer_cancels(time.monotonic())
+
+    def _answer_cancels(self, now: float) -> None:
+        waiting, self._cancels = self._cancels, []
+        for wait in waiting:
+            if wait.left and now < wait.until:
+                self._cancels.append(wait)
+            else:
+                self._reply(wait.identity, wait.frame_id, wire.CancelReply(live=wait.live))
+
+    def _drop(self, holder: Holder, kind: str, message: str) -> None:
+        self._carry_out(self.delivery.drop(holder.key, kind, message))
+
+    async def _until_gone(self, keys: set[str]) -> None:
+        """Until no worker has a run of these holders any more, at most `CANCEL_S`."""
+        end = time.monotonic() + wire.CANCEL_S
+        while any(e.holder in keys for e in self.delivery.entries.values()) and time.monotonic() < end:
+            await asyncio.sleep(0.01)
+
+    async def _bye(self, holder: Holder, request: wire.Bye) -> msgspec.Struct:
+        leaving = [h for h in self.leases.holders if (h.run_id, h.attempt) == (holder.run_id, holder.attempt)]
+        for other in leaving:
+            self._drop(other, "cancelled", "the run has said bye")
+        await self._until_gone({other.key for other in leaving})
+        for other in leaving:
+            self.delivery.forget_owned(other.key)
+            self.leases.end(other)
+        await self.store.discard_all("shutdown", request.retain)
+        return wire.ByeReply(ledger=await self.store.ledger(fresh=True))
+
+    # -- answers
+
+    def _later(self, identity: bytes, frame_id: bytes, coro: Coroutine[Any, Any, msgspec.Struct]) -> None:
+        async def answer() -> None:
+            try:
+                self._reply(identity, frame_id, await coro)
+            except EnvServerError as error:
+                self._send(identity, frame_id, wire.ERROR, wire.encode_error(error.kind, str(error)))
+
+        self._owner.start(answer(), "answer")
+
+    def _reply(self, identity: bytes, frame_id: bytes, record: msgspec.Struct) -> None:
+        self._send(identity, frame_id, wire.REPLY, wire.encode(record))
+
+    def _remember(self, identity: bytes, frame_id: bytes, kind: bytes, body: bytes) -> None:
+        """Send an answer and keep it for a while: the client asks again when it was lost."""
+        self._busy.discard((identity, frame_id))
+        frames = [identity, frame_id, kind, body]
+        self._answers[identity, frame_id] = (time.monotonic(), frames)
+        self._send_frames(frames)
+
+    def _send(self, identity: bytes, frame_id: bytes, kind: bytes, body: bytes) -> None:
+        self._send_frames([identity, frame_id, kind, body])
+
+    def _send_frames(self, frames: list[bytes]) -> None:
+        waiting = self._outbox.get(frames[0])
+        if waiting is not None:
+            waiting.append(frames)
+        elif not self._port.send(frames):
+            self._outbox[frames[0]] = deque([frames])
+
+    def _flush_outbox(self) -> None:
+        """Try again what could not be delivered. A peer without a lease is not waited for."""
+        if not self._outbox:
+            return
+        leased = {wire.routing_id(h.run_id, h.attempt, h.source) for h in self.leases.holders}
+        for identity, waiting in list(self._outbox.items()):
+            while waiting and self._port.send(waiting[0]):
+                waiting.popleft()
+            if not waiting or identity not in leased:
+                del self._outbox[identity]
+
+    # -- the clock
+
+    async def _tick_forever(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            now = time.monotonic()
+            for request_id, what in self._timers.due(now):
+                self._on_timer(request_id, what)
+            self._answer_cancels(now)
+            self._flush_outbox()
+            while self._answers and next(iter(self._answers.values()))[0] < now - ANSWERS_S:
+                self._answers.popitem(last=False)
+            for holder in self.leases.expire(now):
+                log.warning("%s has been silent for %g s and loses its lease", holder, wire.LEASE_S)
+                self._drop(holder, "cancelled", "the lease was lost")
+
+    def _on_timer(self, request_id: str, what: str) -> None:
+        run = self._runs.get(request_id)
+        state = self.delivery.state(request_id)
+        if run is None or state is None:
+            return
+        message = "the run did not end by its deadline (deadline_s)"
+        if what == "queued" and state is State.QUEUED:
+            self._carry_out(self.delivery.expired(request_id, f"{message}: it was still queued"))
+        elif what == "queued" and state is State.RUNNING:
+            self._timers.add(run.deadline + DEADLINE_GRACE_S, request_id, "running")
+        elif what == "running" and state is State.RUNNING:
+            self._carry_out(self.delivery.expired(request_id, message))
+            if self._workers.is_stuck(request_id):
+                self._workers.kill(request_id, f"stuck, with run {request_id} past its deadline")
+        elif what == "gone" and state is State.ABORTING:
+            self._workers.kill(request_id, f"run {request_id} did not end within {GONE_S:g} s of being ended")
+
+    def _on_disconnect(self, frames: list[bytes]) -> None:
+        self.counts.disconnected += 1
+
+
+def _version_of(body: bytes) -> Any:
+    try:
+        return msgspec.msgpack.decode(body).get("version")
+    except (msgspec.DecodeError, AttributeError):
+        return None
+
+
+def _version_mismatch(version: Any) -> EnvServerError:
+    return EnvServerError(
+        "refused",
+        f"protocol version {version} of the client is not {wire.PROTOCOL_VERSION} of the env server; "
+        "use the same moorage on both sides",
+    )
+
+
+def _versions() -> dict[str, str]:
+    return {name: importlib.metadata.version(name) for name in ("moorage", "verifiers")}
+
+
+def load_environment(config: EnvServerConfig) -> Environment:
+    """Resolve the env block and load its taskset. Raises ConfigError."""
+    from verifiers.v1.utils import loaders
+
+    from moorage.env.resolve import load_taskset, resolve_env
+
+    env_data, seed = resolve_env(config.source.env, config.split)
+    taskset = load_taskset(env_data)
+    env_class = loaders.environment_class(env_data["taskset"]["id"], env_data.get("id") or "")
+    streams = Streams(lambda: iter(taskset), infinite=not taskset.bounded, seed=seed)
+    if streams.num_tasks == 0:
+        raise ConfigError(f"taskset {env_data['taskset']['id']}: load() gave no tasks")
+    return Environment(
+        env_id=loaders.resolve_env_config(env_data).env_id,
+        env_data=env_data,
+        scores_groups=hasattr(env_class, "score_group"),
+        streams=streams,
+    )
+
+
+def raise_file_limit(max_concurrent: int) -> None:
+    """Allow as many open files as the system does. Raises ConfigError when the runs cannot fit."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    needed = max_concurrent * FDS_PER_RUN + FDS_FIXED
+    if hard != resource.RLIM_INFINITY and needed > hard:
+        fits = max(1, (hard - FDS_FIXED) // FDS_PER_RUN)
+        raise ConfigError(
+            f"max_concurrent = {max_concurrent} needs about {needed} open files in a worker and the system "
+            f"allows {hard}; lower it to {fits}, use more workers, or raise the hard limit (ulimit -Hn)"
+        )
+
+
+async def serve(config: EnvServerConfig, token: str, environment: Environment) -> int:
+    """Run one env server until it is told to stop. Returns the exit code."""
+    broker = Broker(config, token, environment)
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, broker.request_stop)
+    run = RunDir(config.run_dir)
+    address_file = run.address(config.split, broker.store_name)
+    process_name = f"envs/{config.split}/{broker.store_name}"
+    await broker.start()
+    try:
+        with Heartbeat(run, process_name):
+            write_json_atomic(
+                address_file,
+                {
+                    "rpc": broker.address,
+                    "payload": broker.store.url,
+                    "spool": broker.store.folder,
+                    "store": broker.store.name,
+                    "node": node_name(),
+                    "pid": os.getpid(),
+                },
+            )
+            log.info("serving %s on %s", broker.environment.env_id, broker.address)
+            await broker.wait_stopped()
+    finally:
+        address_file.unlink(missing_ok=True)
+    if broker.fatal:
+        log.error("%s", broker.fatal)
+        return 1
+    return 0
+
+
+def main(config: EnvServerConfig) -> int:
+    """`moorage env-server`: returns the exit code."""
+    setup_logging(f"envs/{config.split}/{config.source.name}.{node_name()}")
+    watch_parent()
+    token = os.environ.get("MOORAGE_TOKEN")
+    if not token:
+        token = secrets.token_hex(32)
+        os.environ["MOORAGE_TOKEN"] = token
+        print(f"MOORAGE_TOKEN={token}  (give it to whoever uses this env server)", flush=True)
+    raise_file_limit(config.source.max_concurrent)
+    environment = load_environment(config)
+    logging.getLogger("verifiers").setLevel("WARNING")
+    return asyncio.run(serve(config, token, environment))

@@ -1,0 +1,153 @@
+"""Running episodes: from a request's task to the bytes of its reply, inside a worker.
+
+Owns one verifiers environment and what its model calls need. Promises: an episode's arrays are kept before its
+reply is made; nothing is written for a request once `run` has returned or raised; replies hold no per-token
+array (R1, R2). It does not know the broker, nor deadlines other than the one it is given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import verifiers.v1 as vf
+from pydantic import ValidationError
+from verifiers.v1.utils.retries import run_episode_with_retry
+
+from moorage.config.env import EnvServerConfig
+from moorage.core.errors import EnvServerError
+from moorage.engine.generate import GenerateClient
+from moorage.engine.render import RendererPool
+from moorage.env.keep import keep_episode, read_payload
+from moorage.env.model_client import ModelService, model_seam, policy_client
+from moorage.env.protocol import RunRollout, check_size, encode
+from moorage.env.resolve import load_env, task_from_wire
+from moorage.env.turns import Run, SideTable
+from moorage.payload.spool import Spool
+
+if TYPE_CHECKING:
+    from moorage.env.worker import Assignment
+
+ARRAY_FIELDS = frozenset(
+    {
+        "token_ids",
+        "mask",
+        "is_content",
+        "logprobs",
+        "advantages",
+        "reference_logprobs",
+        "trainer_logprobs",
+        "entropies",
+        "loss_weights",
+        "routed_experts",
+        "sampling_mask",
+    }
+)
+"""Per-token fields of a message node: they lie in the payload, never in a reply."""
+_EXCLUDE: dict[str, Any] = {"traces": {"__all__": {"nodes": {"__all__": ARRAY_FIELDS}}}}
+
+
+class Runner:
+    """The environment of one worker."""
+
+    def __init__(self, config: EnvServerConfig, assignment: Assignment) -> None:
+        self.config = config
+        self.assignment = assignment
+        self.env = load_env(assignment.env_data)
+        self.turns = SideTable()
+        self.spool = Spool(
+            assignment.spool_root, assignment.attempt_key, config.spool_budget_mib << 20, create=False
+        )
+        self._kept: dict[str, int] = {}
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        """Hold the environment's shared resources and the way to the engine."""
+        engine = GenerateClient()
+        service = ModelService(
+            renderers=RendererPool(self.config.model_path, self.config.renderer),
+            engine=engine,
+            turns=self.turns,
+            head_k=self.config.head_k,
+            request_timeout_s=self.config.request_timeout_s,
+        )
+        try:
+            with model_seam(service):
+                async with self.env.serving():
+                    yield
+        finally:
+            await engine.close()
+            self.spool.close()
+
+    def take_kept(self, request_id: str) -> int:
+        """How many blobs lie in the spool for this request, which is over."""
+        return self._kept.pop(request_id, 0)
+
+    async def run(self, request_id: str, request: RunRollout, n: int | None, deadline_s: float) -> bytes:
+        """One episode (`n` None) or a scored group of `n`; the body of the reply."""
+        task = self._task(request)
+        context = self._context(request)
+        with self.turns.begin(model=request.model, deadline_s=deadline_s) as run:
+            if n is None:
+                episodes = [await self._episode(task, context, run)]
+            else:
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(self._episode(task, context, run)) for _ in range(n)]
+                episodes = [t.result() for t in tasks]
+                await self.env.score_group(task, episodes)  # type: ignore[attr-defined]
+            for episode in episodes:
+                await self._keep(request_id, episode)
+        dumped = [dump_episode(episode) for episode in episodes]
+        body = encode(dumped[0] if n is None else dumped)
+        check_size("the reply", len(body))
+        return body
+
+    async def _episode(self, task: vf.Task, context: vf.ModelContext, run: Run) -> vf.Episode:
+        return await run_episode_with_retry(
+            lambda: self.env.run_episode(task, context, on_trace=run.watch), self.env.config.retries
+        )
+
+    async def _keep(self, request_id: str, episode: vf.Episode) -> None:
+        args = (
+            episode,
+            self.spool,
+            request_id,
+            self.turns,
+            self.assignment.payload_url,
+            self.assignment.store,
+        )
+        if not any(node.sampled for trace in episode.traces for node in trace.nodes):
+            keep_episode(*args)  # nothing to write
+            return
+        keeping = asyncio.ensure_future(asyncio.to_thread(keep_episode, *args))
+        try:
+            await asyncio.shield(keeping)
+        finally:  # a thread cannot be cancelled: what it keeps has to be known before this run may end
+            await asyncio.wait({keeping})
+            kept = sum(
+                len(payload.branches)
+                for trace in episode.traces
+                if (payload := read_payload(trace)) is not None
+            )
+            self._kept[request_id] = self._kept.get(request_id, 0) + kept
+
+    def _task(self, request: RunRollout) -> vf.Task:
+        try:
+            return task_from_wire(self.env.taskset, msgspec.msgpack.decode(request.task))
+        except (ValidationError, msgspec.DecodeError) as error:
+            raise EnvServerError("bad_request", f"the task does not fit this environment: {error}") from None
+
+    def _context(self, request: RunRollout) -> vf.ModelContext:
+        return vf.ModelContext(
+            model=request.model,
+            client=policy_client(request.endpoint),
+            sampling=vf.SamplingConfig(**msgspec.msgpack.decode(request.sampling)),
+        )
+
+
+def dump_episode(episode: vf.Episode) -> dict[str, Any]:
+    """The wire form of an episode: verifiers' own dump without per-token arrays."""
+    return episode.model_dump(mode="json", exclude=_EXCLUDE)
