@@ -102,9 +102,9 @@ def clean_after(run: RunDir, step: int, *, keep_batches: bool) -> None:
     run.summary.unlink(missing_ok=True)
 
 
-def wait_for_leavers(run: RunDir) -> None:
+def wait_for_leavers(run: RunDir, within_s: float = LEAVE_WITHIN_S) -> None:
     """Wait until no process of an earlier attempt runs on this machine; they end by themselves (R35)."""
-    deadline = time.monotonic() + LEAVE_WITHIN_S
+    deadline = time.monotonic() + within_s
     while left := list(_leavers(run)):
         if time.monotonic() > deadline:
             names = ", ".join(f"{name} (pid {pid})" for name, pid in left)

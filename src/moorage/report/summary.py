@@ -1,8 +1,8 @@
 """`summary.json`: a run's end in one page, made from its metrics files and what the launcher saw.
 
 Promises: every field of docs/protocols.md section 5 is there, null where the run never measured it. When a
-step was written twice (a resume repeats steps), its last line counts. Counts over the whole run are those of the
-last line.
+step was written twice (a resume repeats steps), its last line counts. Counts over the whole run are those of
+its last line.
 """
 
 from __future__ import annotations

@@ -1,0 +1,103 @@
+"""Run folders before an attempt."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moorage.core.errors import ConfigError
+from moorage.core.rundir import RunDir, mark_ready, write_end, write_json_atomic
+from moorage.launcher import resume
+
+
+def make_run(tmp_path: Path, *, checkpoints: tuple[int, ...] = (), half: tuple[int, ...] = ()) -> RunDir:
+    run = RunDir(tmp_path / "runs" / "r")
+    facts = {"facts": {"run_id": "abc", "attempt": 2}}
+    write_json_atomic(run.configs / "orchestrator.json", facts)
+    for step in range(1, 7):
+        mark_ready(run.weight(step))
+        mark_ready(run.batch(step))
+        (run.traces(step, "train", "all")).parent.mkdir(parents=True)
+    for step in checkpoints:
+        mark_ready(run.checkpoint(step, "trainer"))
+        mark_ready(run.checkpoint(step, "orchestrator"))
+    for step in half:
+        mark_ready(run.checkpoint(step, "trainer"))
+    write_end(run, "failed", "x")
+    (run.envs / "train").mkdir(parents=True)
+    (run.envs / "train" / "a.node.address").write_text("{}")
+    return run
+
+
+def test_a_dry_run_leaves_a_folder_that_may_be_started(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "r")
+    write_json_atomic(run.configs / "trainer.json", {})
+    run.run_toml.write_text("")
+    assert not resume.holds_run(run)
+    write_end(run, "finished")
+    assert resume.holds_run(run)
+
+
+def test_the_resume_point_is_the_newest_whole_checkpoint(tmp_path: Path) -> None:
+    run = make_run(tmp_path, checkpoints=(2, 4), half=(6,))
+    assert resume.resume_facts(run) == ("abc", 3, 4)
+
+
+def test_without_a_whole_checkpoint_there_is_nothing_to_resume(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no whole checkpoint"):
+        resume.resume_facts(make_run(tmp_path, half=(6,)))
+    with pytest.raises(ConfigError, match="holds no run"):
+        resume.resume_facts(RunDir(tmp_path / "other"))
+
+
+def test_cleaning_removes_later_steps_and_signs_of_life(tmp_path: Path) -> None:
+    run = make_run(tmp_path, checkpoints=(4,), half=(6,))
+    resume.clean_after(run, 4, keep_batches=False)
+    assert sorted(p.name for p in run.weights.iterdir()) == [f"step_{n}" for n in range(1, 5)]
+    assert sorted(p.name for p in run.batches.iterdir()) == [f"step_{n}" for n in range(1, 5)]
+    assert not (run.root / "episodes" / "step_5").exists()
+    assert [p.name for p in run.checkpoints.iterdir()] == ["step_4"]
+    assert not run.end.exists()
+    assert not list(run.envs.rglob("*.address"))
+
+
+def test_retained_batches_stay(tmp_path: Path) -> None:
+    run = make_run(tmp_path, checkpoints=(4,))
+    resume.clean_after(run, 4, keep_batches=True)
+    assert run.batch(6).exists()
+
+
+def test_clean_removes_only_what_lies_below_the_output_folder(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    with pytest.raises(ConfigError, match="does not lie below"):
+        resume.remove_run(run, tmp_path / "elsewhere")
+    resume.remove_run(run, tmp_path / "runs")
+    assert not resume.holds_run(run)
+
+
+def test_a_second_launcher_is_kept_out(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "r")
+    with resume.hold(run), pytest.raises(ConfigError, match="running this run now"), resume.hold(run):
+        pass
+    with resume.hold(run):
+        pass
+
+
+def test_processes_of_an_earlier_attempt_are_waited_for(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "r")
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "moorage"])
+    try:
+        write_json_atomic(run.alive / "trainer.json", {"process": "trainer", "pid": child.pid, "time": 0})
+        with pytest.raises(ConfigError, match=f"trainer \\(pid {child.pid}\\)"):
+            resume.wait_for_leavers(run, within_s=0.5)
+    finally:
+        child.kill()
+        child.wait()
+    resume.wait_for_leavers(run)
+    (run.alive / "trainer.json").write_text(json.dumps({"pid": os.getpid()}))
+    resume.wait_for_leavers(run)
