@@ -27,7 +27,7 @@ _REMEMBERED_DISCARDS = 100_000
 
 @dataclass(slots=True)
 class Entry:
-    """A blob that takes up room. `since`: seconds since the epoch. `complete`: it is kept, not only reserved."""
+    """A blob that takes up room. `since`: seconds since the epoch. `complete`: kept, not only reserved."""
 
     id: str
     request: str
@@ -89,7 +89,7 @@ class Account:
             self._forget(entry)
         return Outcome()
 
-    def _on_F(self, time: str, holder: str, *blob_ids: str) -> Outcome:
+    def _on_F(self, _time: str, holder: str, *blob_ids: str) -> Outcome:
         outcome = Outcome()
         for blob_id in blob_ids:
             entry = self.entries.get(blob_id)
@@ -105,7 +105,7 @@ class Account:
         self._counts.double_frees += outcome.double
         return outcome
 
-    def _on_D(self, time: str, holder: str, request: str) -> Outcome:
+    def _on_D(self, _time: str, holder: str, request: str) -> Outcome:
         self.discarded[request] = holder
         if len(self.discarded) > _REMEMBERED_DISCARDS:
             self.discarded.popitem(last=False)
@@ -117,11 +117,11 @@ class Account:
                 self._forget(entry)
         return outcome
 
-    def _on_M(self, blob_id: str) -> Outcome:
+    def _on_M(self, _blob_id: str) -> Outcome:
         self._counts.damaged += 1
         return Outcome()
 
-    def _on_E(self, time: str) -> Outcome:
+    def _on_E(self, _time: str) -> Outcome:
         self.ended = True
         return Outcome()
 

@@ -27,9 +27,9 @@ PAD_TOKEN = 1
 class Assembled:
     """T packed tokens. `seq_lens` add up to T; `positions` start at 0 in each sequence.
 
-    `loss_mask` marks tokens that the policy may train; they have one row each in the head. `advantages` and the
-    three weights are 0 outside spans. `routed_experts` [T, layers, k]; `sampling`: counts [T] (0: not
-    truncated) and flat ids; `head`: ids and log-probabilities [loss_mask.sum(), k], padded with -1 and -inf.
+    `loss_mask` marks tokens that the policy may train; they have one row each in the head. `advantages` and
+    the three weights are 0 outside spans. `routed_experts` [T, layers, k]; `sampling`: counts [T] (0: not
+    truncated) and flat ids; `head`: ids and log-probabilities [loss_mask.sum(), k], padded with -1, -inf.
     """
 
     token_ids: np.ndarray
@@ -144,8 +144,8 @@ def _spread_credit(sample: TrainSample, arrays: BranchArrays) -> np.ndarray:
         at = slice(span.start, span.stop)
         if span.advantage is None and span.rl and mask[at].any():
             raise PayloadError(
-                f"credit span {span.start}:{span.stop} of payload {sample.payload.id} has rl weight {span.rl:g} "
-                "but no advantage; unassigned credit needs rl = 0"
+                f"credit span {span.start}:{span.stop} of payload {sample.payload.id} has rl weight "
+                f"{span.rl:g} but no advantage; unassigned credit needs rl = 0"
             )
         rows[0, at] = mask[at] * (span.advantage or 0.0)
         rows[1, at] = mask[at] * span.rl

@@ -1,19 +1,20 @@
 """The reader's side: fetch payloads in parallel, free them, ask for the account.
 
 Promises:
-- `fetch` answers for every slice by the deadline: arrays cut to the slice, or a `PayloadError`. It retries lost
-  connections, timeouts and 5xx with growing pauses; every other answer (404 above all) is final;
-- a store on this node is mapped, not transferred; over HTTP bytes go straight into the buffers that the arrays
-  view; when under half of a blob is kept, only the kept prefix travels;
-- nothing is cached: what the caller drops is gone;
-- `release` loses nothing: what could not be delivered (also when it is interrupted half-way) is tried again by
-  the next call, and is named by `pending_releases` until then. An unknown id is done.
+- `fetch` answers for every slice by the deadline: arrays cut to the slice, or a `PayloadError`. It retries
+  lost connections, timeouts and 5xx with growing pauses; every other answer (404 above all) is final;
+- a store on this node is mapped, not transferred; over HTTP bytes go straight into the buffers that the
+  arrays view; when under half of a blob is kept, only the kept prefix travels;
+- no payload is cached: what the caller drops is gone; its memory, up to a bound, serves the next fetch;
+- `release` loses nothing: what could not be delivered (also when it is interrupted half-way) is tried again
+  by the next call, and is named by `pending_releases` until then. An unknown id is done.
 
 Synchronous, with threads of its own: call it from a thread in asyncio programs.
 """
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
@@ -27,8 +28,9 @@ import msgspec
 import numpy as np
 
 from moorage.core.errors import PayloadError
+from moorage.payload.buffers import BufferPool
 from moorage.payload.codec import BranchArrays, FieldLayout, check, cut, decode, header_nbytes, read_layout
-from moorage.payload.ranges import allocate, first_layout, is_worth_cutting, second_layout
+from moorage.payload.ranges import first_layout, is_worth_cutting, second_layout
 from moorage.payload.stores import StoreDirectory
 from moorage.payload.wire import Connection, ConnectionPool, ServiceAnswer
 from moorage.records.payload import HOLDERS, Ledger, PayloadRef, PayloadSlice
@@ -62,15 +64,25 @@ class FetchCounts:
 class PayloadClient:
     """Fetches from and releases to any number of stores with one token. Safe to use from several threads."""
 
-    def __init__(self, token: str, *, connections: int = 8, run_dir=None, map_local: bool = True) -> None:
-        """`run_dir`: run folder with address files; None: urls are taken from the references, nothing is mapped.
+    def __init__(
+        self,
+        token: str,
+        *,
+        connections: int = 8,
+        run_dir: str | os.PathLike[str] | None = None,
+        map_local: bool = True,
+        idle_buffer_bytes: int = 1 << 29,
+    ) -> None:
+        """`run_dir`: run folder with address files; None: the references' urls serve, nothing is mapped.
 
-        `connections`: parallel fetches, and connections per store.
+        `connections`: parallel fetches, and connections per store. `idle_buffer_bytes`: memory of earlier
+        fetches that may wait for the next.
         """
         self.counts = FetchCounts()
         self._pool = ConnectionPool(token)
         self._stores = StoreDirectory(run_dir)
         self._map_local = map_local
+        self._buffers = BufferPool(idle_buffer_bytes)
         self._threads = ThreadPoolExecutor(connections, thread_name_prefix="payload")
         self._lock = threading.Lock()
         self._pending: dict[tuple[str, str], tuple[PayloadRef, str]] = {}
@@ -118,11 +130,11 @@ class PayloadClient:
     def _fetch_http(self, piece: PayloadSlice, deadline: float) -> BranchArrays:
         def attempt(connection: Connection, try_deadline: float) -> BranchArrays:
             if is_worth_cutting(piece.num_tokens, piece.total_tokens, piece.nbytes):
-                arrays = _fetch_prefix(connection, piece, try_deadline)
+                arrays = _fetch_prefix(connection, piece, self._buffers, try_deadline)
                 size = sum(array.nbytes for array in arrays.present().values())
             else:
-                blob = connection.read_into(f"/{piece.id}", None, try_deadline)
-                arrays, size = decode(blob), len(blob)
+                blob = connection.read_into(f"/{piece.id}", self._buffers.take, try_deadline)
+                arrays, size = decode(blob.data), len(blob)
             with self._lock:
                 self.counts.bytes_http += size
             return arrays
@@ -167,7 +179,7 @@ class PayloadClient:
         )
 
     def release(self, refs: Iterable[PayloadRef | PayloadSlice], by: str, deadline_s: float = 10.0) -> int:
-        """Free payloads as holder `by`, and all that earlier calls could not deliver; how many were delivered.
+        """Free payloads as holder `by`, and what earlier calls could not deliver; how many were delivered.
 
         Waits at most `deadline_s`. Delivered: the store answered, be it that the id is unknown or was freed.
         """
@@ -225,8 +237,8 @@ class PayloadClient:
     def close(self) -> None:
         """End all threads and connections. Calls under way end with an error."""
         self._closing.set()
-        self._threads.shutdown(wait=True, cancel_futures=False)
         self._pool.close()
+        self._threads.shutdown(wait=True)
         self._stores.close()
 
     def __enter__(self) -> PayloadClient:
@@ -236,27 +248,34 @@ class PayloadClient:
         self.close()
 
 
-def _fetch_prefix(connection: Connection, piece: PayloadSlice, deadline: float) -> BranchArrays:
+def _fetch_prefix(
+    connection: Connection, piece: PayloadSlice, buffers: BufferPool, deadline: float
+) -> BranchArrays:
     path = f"/{piece.id}"
-    head = connection.read_into(path, None, deadline, (0, min(_HEADER_GUESS, piece.nbytes)))
-    if (size := header_nbytes(head)) > len(head):
-        head = connection.read_into(path, None, deadline, (0, min(size, piece.nbytes)))
-    layout = read_layout(head)
-    arrays = _fetch_fields(connection, path, first_layout(layout, piece.num_tokens), deadline)
+    head = connection.read_into(path, buffers.take, deadline, (0, min(_HEADER_GUESS, piece.nbytes)))
+    if (size := header_nbytes(head.data)) > len(head):
+        head = connection.read_into(path, buffers.take, deadline, (0, min(size, piece.nbytes)))
+    layout = read_layout(head.data)
+    arrays = _fetch_fields(connection, path, first_layout(layout, piece.num_tokens), buffers, deadline)
     kept = BranchArrays(**arrays)
-    kept = replace(kept, **_fetch_fields(connection, path, second_layout(layout, kept), deadline))
+    kept = replace(kept, **_fetch_fields(connection, path, second_layout(layout, kept), buffers, deadline))
     check(kept)
     return kept
 
 
 def _fetch_fields(
-    connection: Connection, path: str, layout: dict[str, FieldLayout], deadline: float
+    connection: Connection,
+    path: str,
+    layout: dict[str, FieldLayout],
+    buffers: BufferPool,
+    deadline: float,
 ) -> dict[str, np.ndarray]:
-    arrays = allocate(layout)
+    arrays = {}
     for name, field in layout.items():
+        target = buffers.take(field.nbytes)
         if field.nbytes:
-            target = arrays[name].reshape(-1).view(np.uint8)
             connection.read_into(path, target, deadline, (field.offset, field.offset + field.nbytes))
+        arrays[name] = target.view(field.dtype).reshape(field.shape)
     return arrays
 
 

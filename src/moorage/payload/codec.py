@@ -14,6 +14,7 @@ Wide elements come first in a blob, so every view is aligned. Does not know: fil
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -22,7 +23,7 @@ import numpy as np
 
 from moorage.core.errors import PayloadError
 
-Buffer = bytes | bytearray | memoryview | np.ndarray
+Buffer = bytes | bytearray | memoryview | mmap.mmap
 
 MAX_HEADER_BYTES = 1 << 16
 _HEADER_ALIGN = 16
@@ -164,7 +165,7 @@ def encode(arrays: BranchArrays) -> list[Buffer]:
         }
         offset += flat.nbytes
         if flat.nbytes:
-            buffers.append(memoryview(flat))
+            buffers.append(flat.data)
     text = msgspec.json.encode(header)
     text += b" " * (-(8 + len(text)) % _HEADER_ALIGN)
     return [len(text).to_bytes(8, "little") + text, *buffers]
@@ -172,9 +173,7 @@ def encode(arrays: BranchArrays) -> list[Buffer]:
 
 def nbytes_of(buffers: Sequence[Buffer]) -> int:
     """Total size of what `encode` returned."""
-    return sum(
-        buffer.nbytes if isinstance(buffer, np.ndarray | memoryview) else len(buffer) for buffer in buffers
-    )
+    return sum(memoryview(buffer).nbytes for buffer in buffers)
 
 
 def header_nbytes(prefix: Buffer) -> int:

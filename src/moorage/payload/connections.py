@@ -121,7 +121,7 @@ class PayloadListener:
                     return
         except OSError:
             pass  # the peer went away or stood still: nothing to answer, nothing was changed
-        except Exception:  # noqa: BLE001 - one bad connection must not end the service; it is logged
+        except Exception:  # one bad connection must not end the service
             log.exception("payload connection failed")
         finally:
             with self._lock:
@@ -272,7 +272,7 @@ def send_json(peer: socket.socket, body: bytes, keep_alive: bool) -> None:
 
 
 def set_timeout(peer: socket.socket, option: int, timeout_s: float) -> None:
-    """Have the kernel give up a blocking call on `peer` after `timeout_s` (it then raises BlockingIOError)."""
+    """Have the kernel give up a blocking call on `peer` after `timeout_s` (it raises BlockingIOError)."""
     whole = max(0, int(timeout_s))
     micro = int((max(timeout_s, 0.001) - whole) * 1e6)
     peer.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", whole, micro))

@@ -1,9 +1,9 @@
 """Who holds a payload inside one process: the pure bookkeeping of requirement R5.
 
-An entry comes in once (`hold`) and leaves exactly once: by `hand_over` (somebody else frees it from now on) or
-by `release` (the caller frees it now). Everything else is a bug of ours and raises `CustodyError`:
-holding twice, leaving twice, leaving without having come. At the end of a process `release_all` says what is
-still held, to be freed and listed. Invariant: held = handed over + released + outstanding.
+An entry comes in once (`hold`) and leaves exactly once: by `hand_over` (somebody else frees it from now on)
+or by `release` (the caller frees it now). Everything else is a bug of ours and raises `CustodyError`: holding
+twice, leaving twice, leaving without having come. At the end of a process `release_all` says what is still
+held, to be freed and listed. Invariant: held = handed over + released + outstanding.
 
 Does not know: stores, HTTP, time (it is given).
 """
@@ -60,13 +60,13 @@ class Custody:
         return tuple(self._by_key.get(key, ()))
 
     def hand_over(self, ids: Iterable[str], to: str) -> tuple[PayloadRef | PayloadSlice, ...]:
-        """Give up custody to `to`, which frees them from now on. Raises CustodyError before anything leaves."""
+        """Give up custody to `to`, which frees them from now on. Raises before anything leaves."""
         refs = self._leave(ids, f"hand over to {to}")
         self.num_handed_over[to] = self.num_handed_over.get(to, 0) + len(refs)
         return refs
 
     def release(self, ids: Iterable[str]) -> tuple[PayloadRef | PayloadSlice, ...]:
-        """Give up custody in order to free now; what is to be freed. Raises CustodyError before anything leaves."""
+        """Give up custody in order to free now; what is to be freed. Raises before anything leaves."""
         refs = self._leave(ids, "release")
         self.num_released += len(refs)
         return refs

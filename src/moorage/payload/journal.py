@@ -28,6 +28,7 @@ which a writer finds its own line again. Kinds and fields:
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import itertools
 import os
@@ -53,6 +54,10 @@ class Event(NamedTuple):
     fields: tuple[str, ...]
 
 
+class JournalFull(PayloadError):
+    """The file system has no room for one more line."""
+
+
 class Journal:
     """One process's handle on a journal file: appends, and reads on from where it stopped.
 
@@ -63,9 +68,8 @@ class Journal:
         """`create`: make the file when there is none. Raises PayloadError naming the file."""
         self.path = path
         self.torn = 0
-        flags = (os.O_RDWR | os.O_APPEND if writable else os.O_RDONLY) | (os.O_CREAT if create else 0)
         try:
-            self._fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
+            self._fd = _open(path, create=create, writable=writable)
         except OSError as error:
             raise PayloadError(f"payload journal {path} cannot be opened: {error.strerror}") from error
         self._offset = 0
@@ -81,8 +85,11 @@ class Journal:
                 if os.write(self._fd, line) == len(line):
                     return tag
             except OSError as error:
-                raise PayloadError(f"payload journal {self.path}: {error.strerror}", final=False) from error
-        raise PayloadError(f"payload journal {self.path} cannot be written: no space left", final=False)
+                if error.errno != errno.ENOSPC:
+                    raise PayloadError(
+                        f"payload journal {self.path}: {error.strerror}", final=False
+                    ) from error
+        raise JournalFull(f"payload journal {self.path} cannot be written: no space left", final=False)
 
     def read_new(self) -> Iterator[Event]:
         """The events appended since the last call, by anybody. A line still being written waits."""
@@ -127,6 +134,17 @@ class Journal:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def _open(path: Path, *, create: bool, writable: bool) -> int:
+    flags = os.O_CLOEXEC | (os.O_CREAT if create else 0)
+    if writable:
+        try:
+            return os.open(path, flags | os.O_RDWR | os.O_APPEND, 0o600)
+        except OSError as error:
+            if create or error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+                raise
+    return os.open(path, os.O_CLOEXEC | os.O_RDONLY)  # still good for reading; appends will say why not
 
 
 def make_line(event: Event) -> bytes:

@@ -1,17 +1,14 @@
 """Which bytes of a blob are needed for its first n tokens. Pure.
 
-A blob that is mostly cut away is not worth transferring whole (`is_worth_cutting`). Then the header tells where
-the fields lie, `prefix_ranges` asks for the kept prefix of each, and `cut_layout` says what a blob of only
-those bytes looks like. Fields whose rows depend on other fields (heads on `loss_mask`, sampling ids on
-`sampling_counts`) need those first, so the ranges come in two rounds.
+A blob that is mostly cut away is not worth transferring whole (`is_worth_cutting`). Then the header tells
+where the fields lie, and one range per field asks for the kept prefix. Fields whose rows depend on others
+(heads on `loss_mask`, sampling ids on `sampling_counts`) need those first, so the ranges come in two rounds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-
-import numpy as np
 
 from moorage.core.errors import PayloadError
 from moorage.payload.codec import BranchArrays, FieldLayout, kept_rows
@@ -46,8 +43,3 @@ def _cut(field: FieldLayout, rows: int) -> FieldLayout:
     if rows > field.shape[0]:
         raise PayloadError(f"blob has {field.shape[0]} rows where {rows} are needed")
     return replace(field, shape=(rows, *field.shape[1:]))
-
-
-def allocate(layout: Mapping[str, FieldLayout]) -> dict[str, np.ndarray]:
-    """Uninitialised arrays of this layout."""
-    return {name: np.empty(field.shape, field.dtype) for name, field in layout.items()}

@@ -1,6 +1,6 @@
 """The payload service as a process of its own, and the handle by which a broker starts it.
 
-`python -m moorage.payload.server --root <spool root> --host <h> --port <p>`; the token comes in MOORAGE_TOKEN.
+`python -m moorage.payload.server --root <spool root> --host <h> --port <p>`, the token in MOORAGE_TOKEN.
 It prints `READY <url>` when it listens. Promises:
 - fetch traffic never delays dispatch: it runs in this process only;
 - it holds nothing that is not in the spool, so it may be killed and started again on the same port;

@@ -36,7 +36,7 @@ from moorage.core.parent import process_birth
 from moorage.core.rundir import read_json, write_json_atomic
 from moorage.payload.account import Account, Entry, Outcome
 from moorage.payload.codec import Buffer, nbytes_of
-from moorage.payload.journal import JOURNAL_NAME, Journal
+from moorage.payload.journal import JOURNAL_NAME, Journal, JournalFull
 from moorage.records.payload import Ledger
 
 SUFFIX = ".safetensors"
@@ -135,20 +135,30 @@ class Spool:
             raise PayloadError(f"request {request_id} was discarded while its payloads were kept")
 
     def discard(self, request_id: str, holder: str = "env_server") -> int:
-        """Free all that was kept under `request_id`, now and later; the number of blobs freed by this call."""
+        """Free all that was and will be kept under `request_id`; the number of blobs freed by this call."""
         _safe(request_id, "request id")
-        outcome = self._record("D", f"{time.time():.3f}", holder, request_id)
+        event = ("D", f"{time.time():.3f}", holder, request_id)
+        try:
+            outcome = self._record(*event)
+        except JournalFull:  # nothing would ever be freed again: make room first
+            remove_folder(self.folder / request_id)
+            outcome = self._record(*event)
         remove_folder(self.folder / request_id)
         return len(outcome.freed)
 
     def free(self, blob_ids: Iterable[str], holder: str) -> Outcome:
-        """Free single blobs; what happened to them."""
+        """Free single blobs; what happened to them. Their files are still there: `remove_file` them."""
         total = Outcome()
         ids = list(blob_ids)
         for start in range(0, len(ids), 64):
-            outcome = self._record("F", f"{time.time():.3f}", holder, *ids[start : start + 64])
-            for entry in outcome.freed:
-                self.remove_file(entry)
+            chunk = ids[start : start + 64]
+            event = ("F", f"{time.time():.3f}", holder, *chunk)
+            try:
+                outcome = self._record(*event)
+            except JournalFull:  # nothing would ever be freed again: make room first
+                for entry in filter(None, map(self.find, chunk)):
+                    self.remove_file(entry)
+                outcome = self._record(*event)
             total.freed += outcome.freed
             total.repeated += outcome.repeated
             total.double += outcome.double
@@ -166,11 +176,14 @@ class Spool:
             if keep.isdisjoint(ids):
                 freed += self.discard(request, holder)
             else:
-                freed += len(self.free([blob_id for blob_id in ids if blob_id not in keep], holder).freed)
+                outcome = self.free([blob_id for blob_id in ids if blob_id not in keep], holder)
+                for entry in outcome.freed:
+                    self.remove_file(entry)
+                freed += len(outcome.freed)
         return freed
 
     def adopt(self, blob_ids: Iterable[str]) -> tuple[str, ...]:
-        """Move blobs of earlier attempts (found by their file names) into this one; the ids that were found."""
+        """Move blobs of earlier attempts (found by file name) into this one; the ids that were found."""
         wanted = {blob_id for blob_id in blob_ids if _ID.fullmatch(blob_id)}
         target = self.folder / ADOPTED
         adopted = []
@@ -200,20 +213,17 @@ class Spool:
 
     def sweep(self) -> int:
         """Remove files that the journal says are free (a kill came between journal and unlink); how many."""
-        self.catch_up()
-        removed = 0
-        for folder in self.folder.iterdir():
-            if not folder.is_dir():
-                continue
+        paths = list(self.folder.glob(f"*/*{SUFFIX}"))
+        self.catch_up()  # after the listing: a file's reservation is written before the file
+        free = [path for path in paths if path.name[: -len(SUFFIX)] not in self._account.entries]
+        for path in free:
+            path.unlink(missing_ok=True)
+        for folder in {path.parent for path in free}:
             if folder.name in self._account.discarded:
-                removed += len(list(folder.iterdir()))
                 remove_folder(folder)
-                continue
-            for path in folder.glob(f"*{SUFFIX}"):
-                if path.name[: -len(SUFFIX)] not in self._account.entries:
-                    path.unlink(missing_ok=True)
-                    removed += 1
-        return removed
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        return len(free)
 
     def path_of(self, entry: Entry) -> Path:
         return self.folder / entry.request / f"{entry.id}{SUFFIX}"
@@ -282,12 +292,12 @@ class Spool:
 
 
 def attempt_keys(root: Path) -> list[str]:
-    """Attempts that have a journal under `root`, newest folder last."""
-    with contextlib.suppress(OSError):
-        found = [entry for entry in os.scandir(root) if entry.is_dir()]
-        found = [entry for entry in found if os.path.exists(os.path.join(entry.path, JOURNAL_NAME))]
-        return [entry.name for entry in sorted(found, key=lambda entry: entry.stat().st_ctime_ns)]
-    return []
+    """Attempts that have a journal under `root`, by name."""
+    try:
+        names = os.listdir(root)
+    except OSError:
+        return []
+    return sorted(name for name in names if os.path.exists(os.path.join(root, name, JOURNAL_NAME)))
 
 
 def remove_attempt(root: Path, attempt_key: str) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import threading
 import time
 from collections.abc import Sequence
@@ -46,6 +47,30 @@ class Held(msgspec.Struct):
     age_s: float
 
 
+class Reaper:
+    """Unlinks freed files in a thread of its own: giving back the pages of a large tmpfs file takes
+    milliseconds, and whoever frees a thousand should not wait for it. A kill leaves them to `Spool.sweep`."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[Spool, Entry] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="payload-reaper", daemon=True)
+        self._thread.start()
+
+    def add(self, spool: Spool, entries: Sequence[Entry]) -> None:
+        for entry in entries:
+            self._queue.put((spool, entry))
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            spool, entry = item
+            spool.remove_file(entry)
+
+    def close(self) -> None:
+        """Unlink what is queued, then end."""
+        self._queue.put(None)
+        self._thread.join()
+
+
 class Store:
     """The blobs under `root`."""
 
@@ -55,14 +80,16 @@ class Store:
         self._spools: dict[str, Spool] = {}
         self.refresh()
         for spool in self._spools.values():
-            spool.sweep()
+            with contextlib.suppress(OSError):  # a read-only spool keeps what is free
+                spool.sweep()
+        self._reaper = Reaper()
 
     def refresh(self) -> None:
         """Take in attempts that appeared, drop those that ended."""
         with self._lock:
             for key in attempt_keys(self.root):
                 if key not in self._spools:
-                    with contextlib.suppress(PayloadError):
+                    with contextlib.suppress(PayloadError):  # removed since it was listed
                         self._spools[key] = Spool(self.root, key, create=False, remember=REMEMBERED)
             for key, spool in list(self._spools.items()):
                 spool.catch_up()
@@ -90,7 +117,8 @@ class Store:
             os.close(fd)
             spool.mark_damaged(blob_id)
             raise Damaged(
-                f"payload file {spool.path_of(entry)} has {size} bytes, {entry.nbytes} were kept: cut short on disk"
+                f"payload file {spool.path_of(entry)} has {size} bytes, {entry.nbytes} were kept: "
+                "cut short on disk"
             )
         return None
 
@@ -105,21 +133,22 @@ class Store:
         return None
 
     def free(self, blob_ids: Sequence[str], holder: str) -> Released:
-        """Free blobs for `holder`, whatever attempt they belong to."""
+        """Free blobs for `holder`, whatever attempt they belong to. The files go a moment later."""
         self.refresh()
-        released = Released(0, 0)
         with self._lock:
             spools = list(reversed(self._spools.values()))
-            owned: dict[int, list[str]] = {}
-            for blob_id in dict.fromkeys(blob_ids):
-                index = next((i for i, spool in enumerate(spools) if spool.is_known(blob_id)), 0)
-                owned.setdefault(index, []).append(blob_id)
-            if not spools:
-                return Released(0, len(owned.get(0, ())))
-            for index, ids in owned.items():
-                outcome = spools[index].free(ids, holder)
-                released.freed += len(outcome.freed)
-                released.unknown += outcome.unknown
+        if not spools:
+            return Released(0, len(set(blob_ids)))
+        owned: dict[int, list[str]] = {}
+        for blob_id in dict.fromkeys(blob_ids):
+            index = next((i for i, spool in enumerate(spools) if spool.is_known(blob_id)), 0)
+            owned.setdefault(index, []).append(blob_id)
+        released = Released(0, 0)
+        for index, ids in owned.items():
+            outcome = spools[index].free(ids, holder)
+            self._reaper.add(spools[index], outcome.freed)
+            released.freed += len(outcome.freed)
+            released.unknown += outcome.unknown
         return released
 
     def ledger(self) -> Ledger:
@@ -144,6 +173,7 @@ class Store:
         return sorted(held, key=lambda item: -item.age_s)[:limit]
 
     def close(self) -> None:
+        self._reaper.close()
         with self._lock:
             for spool in self._spools.values():
                 spool.close()

@@ -1,7 +1,7 @@
 """Where a store is: its url, and its files when it lies on this host.
 
-A reference names its store (`<split>/<name>.<node>`); the address file `envs/<split>/<name>.<node>.address` of
-the run folder says the url of now (after a restart it is another one) and the spool. Promises:
+A reference names its store (`<split>/<name>.<node>`); the address file `envs/<split>/<name>.<node>.address`
+of the run folder says the url of now (after a restart it is another one) and the spool. Promises:
 
 - without a run folder or an address file the url of the reference serves;
 - a store of this node is read from its own journal and files, so a blob that was freed is not found, exactly

@@ -2,7 +2,7 @@
 
 Promises: every call ends by its deadline; body bytes go from the socket into the caller's buffer with no copy
 in between; HTTP_PROXY and friends are never read. Errors: `ServiceAnswer` for a status that is no success,
-OSError (TimeoutError included) for everything that a retry may mend. A connection that had an error is closed.
+OSError (TimeoutError included) for everything that a retry may mend. A connection that failed is closed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import socket
 import threading
 import time
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -60,18 +61,23 @@ class Connection:
         self._rest = b""
 
     def read_into(
-        self, path: str, target: np.ndarray | None, deadline: float, span: tuple[int, int] | None = None
+        self,
+        path: str,
+        target: np.ndarray | Callable[[int], np.ndarray],
+        deadline: float,
+        span: tuple[int, int] | None = None,
     ) -> np.ndarray:
-        """GET `path` (of it bytes `span`) into `target`, a uint8 array; None: a new one of the right size."""
+        """GET `path` (of it bytes `span`) into `target`: a uint8 array, or what makes one of a given size."""
         extra = f"Range: bytes={span[0]}-{span[1] - 1}\r\n" if span else ""
         status, length, _ = self._ask("GET", path, b"", extra, deadline)
         expected = (span[1] - span[0]) if span else length
-        if status not in (200, 206) or length != expected or (target is not None and len(target) != length):
-            raise ConnectionError(f"{path} answered {status} with {length} bytes where others were asked for")
-        if target is None:
-            target = np.empty(length, np.uint8)
-        self._fill(memoryview(target), deadline)
-        return target
+        if status not in (200, 206) or length != expected:
+            raise ConnectionError(f"{path} answered {status} with {length} bytes where {expected} were due")
+        buffer = target(length) if callable(target) else target
+        if len(buffer) != length:
+            raise ConnectionError(f"{path} answered {length} bytes for a buffer of {len(buffer)}")
+        self._fill(buffer.data, deadline)
+        return buffer
 
     def call(self, method: str, path: str, body: bytes, deadline: float) -> bytes:
         """The body of a small answer."""
@@ -145,6 +151,11 @@ class Connection:
     def closed(self) -> bool:
         return self._socket.fileno() < 0
 
+    def interrupt(self) -> None:
+        """End the call that another thread makes on this connection."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         self._socket.close()
 
@@ -155,11 +166,12 @@ class ConnectionPool:
     def __init__(self, token: str) -> None:
         self._token = token
         self._idle: dict[Address, list[Connection]] = {}
+        self._lent: set[Connection] = set()
         self._lock = threading.Lock()
         self._closed = False
 
     @contextlib.contextmanager
-    def lend(self, url: str, deadline: float):
+    def lend(self, url: str, deadline: float) -> Iterator[Connection]:
         """A connection to `url`; it comes back to the pool unless its user failed."""
         address = parse_url(url)
         with self._lock:
@@ -167,15 +179,21 @@ class ConnectionPool:
             connection = idle.pop() if idle else None
         if connection is None:
             connection = Connection(address, self._token, deadline)
+        with self._lock:
+            self._lent.add(connection)
+        usable = False
         try:
             yield connection
+            usable = True
         except ServiceAnswer:
+            usable = True
+            raise
+        finally:
+            with self._lock:
+                self._lent.discard(connection)
+            if not usable:
+                connection.close()
             self._take_back(address, connection)
-            raise
-        except BaseException:
-            connection.close()
-            raise
-        self._take_back(address, connection)
 
     def _take_back(self, address: Address, connection: Connection) -> None:
         with self._lock:
@@ -196,5 +214,8 @@ class ConnectionPool:
             self._closed = True
             connections = [connection for idle in self._idle.values() for connection in idle]
             self._idle.clear()
+            lent = list(self._lent)
+        for connection in lent:
+            connection.interrupt()
         for connection in connections:
             connection.close()
