@@ -81,6 +81,10 @@ class OrchestratorConfig(Config):
     tasks_per_minute: float | None = Field(None, gt=0)
     """Limit on episode starts. None: none."""
 
+    max_burst: int | None = Field(None, ge=1)
+    """Episode starts within 5 s that no ending made room for (at the beginning, or after a pause). Spares
+    sandboxes and judges a stampede. None: no limit."""
+
     retries: int = Field(1, ge=0)
     """How often an episode lost to an infrastructure failure is dispatched again."""
 

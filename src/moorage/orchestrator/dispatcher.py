@@ -20,7 +20,7 @@ import asyncio
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -106,9 +106,11 @@ class Dispatcher:
         window: Callable[[], int],
         gate: Callable[[], str | None],
         make_id: Callable[[], str],
+        on_open: Callable[[str, str, dict[str, Any]], None],
     ) -> None:
         """`window`: the step that is collecting. `gate`: why train work may not start now, or None. `picker`
-        None: there is no train work (stand-alone evaluation)."""
+        None: there is no train work (stand-alone evaluation). `on_open(group id, source, task)`: of each train
+        group."""
         self.environments: dict[Split, Mapping[str, Environment]] = {"train": train, "eval": evals}
         self.picker = picker
         self.admission = admission
@@ -117,7 +119,7 @@ class Dispatcher:
         self.slots = EvalSlots()
         self.cursors = Cursors()
         self.events: asyncio.Queue[Event] = asyncio.Queue()
-        self.requeued: deque[tuple[str, dict[str, Any]]] = deque()
+        self._requeued: deque[tuple[str, dict[str, Any]]] = deque()
         self.counters = Counters(self._counter_names())
         self.training = picker is not None
         self._policy = policy
@@ -127,6 +129,7 @@ class Dispatcher:
         self._window = window
         self._gate = gate
         self._make_id = make_id
+        self._on_open = on_open
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._owner = TaskOwner("dispatcher")
         self._wake = asyncio.Event()
@@ -151,6 +154,15 @@ class Dispatcher:
     def poke(self) -> None:
         """Something that was waited for may have happened (gate, eval, cap)."""
         self._wake.set()
+
+    def requeue(self, tasks: Iterable[tuple[str, dict[str, Any]]]) -> None:
+        """Tasks (source, task) of an earlier attempt, served before anything is sampled."""
+        self._requeued.extend(tasks)
+
+    @property
+    def requeued_tasks(self) -> tuple[tuple[str, dict[str, Any]], ...]:
+        """Those that are not served yet."""
+        return tuple(self._requeued)
 
     async def _fill(self) -> float:
         """Start what may start; returns the seconds until the next look."""
@@ -210,8 +222,8 @@ class Dispatcher:
 
     async def _open(self, wanted: _ToOpen) -> Group | None:
         """Sample a task and open its group. None when the server could not say; the loop looks again."""
-        if wanted.split == "train" and self.requeued:
-            name, task = self.requeued.popleft()
+        if wanted.split == "train" and self._requeued:
+            name, task = self._requeued.popleft()
             return self._open_group(self.environments["train"][name], task, None)
         if time.monotonic() < self._sample_after:
             return None
@@ -238,20 +250,21 @@ class Dispatcher:
     def _open_group(self, environment: Environment, task: dict[str, Any], chosen: EvalPass | None) -> Group:
         now = time.monotonic()
         source = environment.source
-        return self.groups.open(
-            Group(
-                id=self._make_id(),
-                split=source.split,
-                source=source.name,
-                task=task,
-                step=chosen.version if chosen else self._window(),
-                version=self._policy.version,
-                size=source.group_size,
-                indivisible=environment.scores_groups and source.group_size > 1,
-                opened_at=now,
-                deadline_at=now + self.limits.group_deadline_s,
-            )
+        group = Group(
+            id=self._make_id(),
+            split=source.split,
+            source=source.name,
+            task=task,
+            step=chosen.version if chosen else self._window(),
+            version=self._policy.version,
+            size=source.group_size,
+            indivisible=environment.scores_groups,
+            opened_at=now,
+            deadline_at=now + self.limits.group_deadline_s,
         )
+        if group.split == "train":
+            self._on_open(group.id, group.source, task)
+        return self.groups.open(group)
 
     def _on_sample_failed(self, environment: Environment, chosen: EvalPass | None, error: Exception) -> None:
         """Report a group that could not begin as errored episodes; give up after too many in a row."""
@@ -374,7 +387,7 @@ class Dispatcher:
     async def cancel_train(self) -> int:
         """End all train work: the last batch has shipped. Eval goes on."""
         self.training = False
-        self.requeued.clear()
+        self._requeued.clear()
         return await self._drop([group.id for group in self.groups if group.split == "train"], "shutdown")
 
     def _drop_expired(self) -> None:

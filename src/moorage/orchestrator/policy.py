@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from moorage.core.log import get_logger
-from moorage.core.rundir import PeerWatch, RunDir, ready_steps
+from moorage.core.rundir import PeerWatch, RunDir
+from moorage.exchange.weights import newest_version
 
 log = get_logger(__name__)
 
@@ -120,9 +121,3 @@ class PolicyWatcher:
             "watcher/last_update_weights_time": self.last_update_s,
             "watcher/last_wait_for_ckpt_time": self.last_wait_s,
         }
-
-
-def newest_version(run: RunDir) -> int | None:
-    """The newest weight version that is READY."""
-    steps = ready_steps(run.weights)
-    return steps[-1] if steps else None

@@ -41,6 +41,7 @@ from moorage.records.sample import TrainSample
 log = get_logger(__name__)
 
 MAX_BARREN = 10
+QUEUE_BATCHES = 4
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ class Scored:
 
     trace: Any
     arrived: Arrived
+    facts: EpisodeFacts
     samples: tuple[TrainSample, ...]
     oldest: int | None
     advantage: float | None
@@ -153,6 +155,7 @@ class TrainSink:
         self._queue: dict[str, Scored] = {}
         self._fates: dict[str, Fate] = {}
         self._queued_of: dict[str, int] = {}
+        self._facts: dict[str, EpisodeFacts] = {}
 
     # -- arrivals
 
@@ -184,21 +187,21 @@ class TrainSink:
     async def _add_episode(self, pending: Pending, event: Arrived) -> None:
         episode = event.episode
         self._holdings.hand_over(event.payloads, "dispatcher", "train_sink")
-        self.window.episodes.append(
-            read_episode(
-                episode,
-                env=event.group.source,
-                group_id=event.group.id,
-                span=span_of(event.payloads.values()),
-                payloads=event.payloads,
-            )
+        facts = read_episode(
+            episode,
+            env=event.group.source,
+            group_id=event.group.id,
+            span=span_of(event.payloads.values()),
+            payloads=event.payloads,
         )
+        self.window.episodes.append(facts)
         pending.episodes.append(event)
         if not episode.ok:
             self._outcomes.error()
             self._holdings.release(event.payloads, "train_sink")
             return
         self._outcomes.arrive()
+        self._facts[episode.id] = facts
         _check_payloads(event)
         algorithm = self.settings[event.group.source].algorithm
         if any(is_candidate(trace) for trace in episode.traces):
@@ -264,7 +267,12 @@ class TrainSink:
             return
         oldest = oldest_version(payload)
         scored = Scored(
-            trace, event, tuple(samples), event.group.version if oldest is None else oldest, advantage
+            trace=trace,
+            arrived=event,
+            facts=self._facts[event.episode.id],
+            samples=tuple(samples),
+            oldest=event.group.version if oldest is None else oldest,
+            advantage=advantage,
         )
         used = {sample.payload.id for sample in samples}
         self._holdings.release_ids(
@@ -298,6 +306,16 @@ class TrainSink:
     def num_waiting(self) -> int:
         """Scored traces that wait for a batch."""
         return len(self._queue)
+
+    def batches_waiting(self, max_traces: int | None = None) -> float:
+        """How full the queue is, 1 at its bound: `max_traces`, or four batches."""
+        if max_traces is not None:
+            return len(self._queue) / max_traces
+        if self.limits.batch_traces is not None:
+            return len(self._queue) / (QUEUE_BATCHES * self.limits.batch_traces)
+        assert self.limits.batch_tokens is not None
+        tokens = sum(scored.num_tokens for scored in self._queue.values())
+        return tokens / (QUEUE_BATCHES * self.limits.batch_tokens)
 
     @property
     def num_pending(self) -> int:
@@ -389,6 +407,7 @@ class TrainSink:
                 if event.episode.ok:
                     self._outcomes.drop("shutdown")
         self._pending.clear()
+        self.window = Window()
         for scored in list(self._queue.values()):
             self._unqueue(scored)
             fate = self._fates[scored.arrived.episode.id]
@@ -404,6 +423,7 @@ class TrainSink:
             self._credit.forget(trace.id)
         if reason == "stale":
             self.window.num_stale += len(event.episode.traces)
+        del self._facts[event.episode.id]
         self._outcomes.drop(reason)
 
     def _drop_trace(self, event: Arrived, trace: Any, reason: str) -> None:
@@ -433,7 +453,7 @@ class TrainSink:
     def _end_if_final(self, episode_id: str, fate: Fate) -> None:
         if fate.open:
             return
-        del self._fates[episode_id]
+        del self._fates[episode_id], self._facts[episode_id]
         if fate.trained:
             self._outcomes.train()
         else:

@@ -1,0 +1,490 @@
+"""One attempt of an orchestrator: its parts, and the loops that move episodes through them.
+
+`Orchestrator` is given parts that are connected already; `loop` makes them from a configuration, tests from
+scripted ones. See `loop` for the table of loops.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from moorage.config.orchestrator import OrchestratorConfig
+from moorage.config.run import OrchestratorProcessConfig
+from moorage.core.aio import TaskOwner
+from moorage.core.errors import EnvServerError
+from moorage.core.log import get_logger
+from moorage.core.rundir import PeerWatch, RunDir
+from moorage.env.provenance import stamp
+from moorage.monitor.fanout import Fanout
+from moorage.orchestrator.admission import Admission
+from moorage.orchestrator.algorithms.registry import resolve_algorithm
+from moorage.orchestrator.dispatcher import Dispatcher, Environment, Limits
+from moorage.orchestrator.episodes import EpisodeLog, effective_copy
+from moorage.orchestrator.eval_sink import EvalSink
+from moorage.orchestrator.events import Arrived, Event, read_payloads
+from moorage.orchestrator.holdings import Holdings
+from moorage.orchestrator.lag import LoopLag
+from moorage.orchestrator.outcomes import Outcomes
+from moorage.orchestrator.payloads import span_of
+from moorage.orchestrator.policy import Engines, Policy, PolicyWatcher
+from moorage.orchestrator.progress import (
+    STATE_VERSION,
+    OpenPass,
+    OpenTask,
+    Progress,
+    State,
+    Unfinished,
+    encode_state,
+)
+from moorage.orchestrator.ship import Shipper, Written, clean_up, load_cost
+from moorage.orchestrator.sources import EvalPass, EvalSchedule, TrainPicker
+from moorage.orchestrator.stall import StallReporter
+from moorage.orchestrator.step_metrics import Sizes, advance, step_metrics, window_sizes
+from moorage.orchestrator.train_sink import Batch, SinkLimits, TrainSettings, TrainSink
+from moorage.records.payload import Ledger
+
+log = get_logger(__name__)
+
+PING_S = 1.0
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What an attempt needs from outside, connected and ready."""
+
+    train: Mapping[str, Environment]
+    evals: Mapping[str, Environment]
+    eval_sizes: Mapping[str, int]
+    engines: Engines
+    holdings: Holdings
+    monitor: Fanout
+    state: State | None = None
+    live_version: int = 0
+    make_id: Callable[[], str] = lambda: uuid.uuid4().hex
+
+
+class Orchestrator:
+    """Use `run` once."""
+
+    def __init__(self, config: OrchestratorProcessConfig, parts: Parts) -> None:
+        self.config = config
+        self.parts = parts
+        self.settings: OrchestratorConfig = config.orchestrator
+        self.run_dir = RunDir(config.facts.run_dir)
+        state = parts.state
+        self.progress = state.progress if state else Progress()
+        self.progress.step = state.step + 1 if state else 1
+        self.outcomes = Outcomes(state.counts if state else None)
+        self.unfinished = Unfinished()
+        self.policy = Policy(config.model.name, parts.live_version)
+        self.ledger = Ledger()
+        self.trainer_watch = PeerWatch(self.run_dir, "trainer")
+        self.sink = self._make_sink(state)
+        self.eval_sink = EvalSink(parts.holdings, on_pass=self._on_pass)
+        self.dispatcher = self._make_dispatcher(state)
+        self.watcher = PolicyWatcher(
+            self.run_dir,
+            self.policy,
+            parts.engines,
+            last_version=config.facts.max_steps,
+            watch=self.trainer_watch,
+            before_pause=self._before_pause,
+            on_live=self._on_live,
+        )
+        self.schedule = self._make_schedule(state)
+        self.shipper = Shipper(
+            self.run_dir,
+            config.facts,
+            config.checkpoint,
+            num_data_ranks=config.num_data_ranks,
+            cost=load_cost(config.model.path),
+        )
+        self.episodes = EpisodeLog(self.run_dir)
+        self.lag = LoopLag()
+        self.stall = StallReporter(self.awaits)
+        self.ship_waits_for = ""
+        self.consumer_waits_for = ""
+        self._owner = TaskOwner("orchestrator")
+        self._changed = asyncio.Event()
+        self._shipped_at = time.monotonic()
+        self._cleaning: asyncio.Task[None] | None = None
+
+    # -- making
+
+    def _make_sink(self, state: State | None) -> TrainSink:
+        settings = {}
+        for name, environment in self.parts.train.items():
+            algorithm = resolve_algorithm(environment.source.algorithm)
+            if state is not None and name in state.algorithms:
+                algorithm.restore(state.algorithms[name])
+            source = environment.source
+            settings[name] = TrainSettings(algorithm, source.sampling.temperature, source.group_size)
+        limits = SinkLimits(
+            seq_len=self.config.facts.seq_len,
+            max_off_policy=self.settings.max_off_policy_steps,
+            batch_traces=self.settings.traces_per_batch,
+            batch_tokens=self.settings.token_batch_size,
+            drop=self.settings.drop,
+            require_routing=self.config.require_routing,
+        )
+        return TrainSink(
+            settings, limits, self.parts.holdings, self.outcomes, on_settled=self.unfinished.settle
+        )
+
+    def _make_dispatcher(self, state: State | None) -> Dispatcher:
+        sources = [environment.source for environment in self.parts.train.values()]
+        dispatcher = Dispatcher(
+            self.parts.train,
+            self.parts.evals,
+            picker=TrainPicker(sources, self.config.facts.seed, state.num_picked if state else 0),
+            admission=Admission(
+                self.settings.max_inflight,
+                episodes_per_minute=self.settings.tasks_per_minute,
+                max_burst=self.settings.max_burst,
+            ),
+            limits=Limits(
+                retries=self.settings.retries,
+                group_deadline_s=self.settings.group_deadline_s,
+                max_events=self.settings.max_inflight,
+            ),
+            policy=self.policy,
+            engines=self.parts.engines,
+            holdings=self.parts.holdings,
+            outcomes=self.outcomes,
+            window=lambda: self.progress.step,
+            gate=self._gate,
+            make_id=self.parts.make_id,
+            on_open=self.unfinished.open,
+        )
+        if state is not None:
+            dispatcher.cursors.streams.update(state.streams)
+            dispatcher.requeue((each.source, each.task) for each in state.open_tasks)
+        return dispatcher
+
+    def _make_schedule(self, state: State | None) -> EvalSchedule:
+        return EvalSchedule(
+            [environment.source for environment in self.parts.evals.values()],
+            first_version=self.parts.live_version,
+            last_version=self.config.facts.max_steps,
+            skip_first=self.settings.eval.skip_first_step,
+            resumed=state is not None,
+            retrigger_on_resume=self.settings.eval.retrigger_on_resume,
+        )
+
+    # -- the run
+
+    async def run(self, stop: asyncio.Event) -> bool:
+        """Until the last step and the last measurement, or `stop`. True when the work is done.
+
+        Raises what a loop raised. Whatever the ending, everything held is released and all runs are cancelled.
+        """
+        self._owner.start(self.parts.holdings.run(), "releases", forever=True)
+        self._owner.start(self.episodes.run(), "episodes", forever=True)
+        self._owner.start(self.lag.run(), "lag", forever=True)
+        self._owner.start(self.stall.run(), "stall", forever=True)
+        self._owner.start(self._ping(), "ping", forever=True)
+        self._owner.start(self._consume(), "consume", forever=True)
+        self._owner.start(self.dispatcher.run(), "dispatch", forever=True)
+        self._begin_evals(self.parts.live_version)
+        self._resume_passes()
+        self._owner.start(self._watch_trainer(), "watch trainer")
+        watching = self._owner.start(self.watcher.run(), "policy")
+        work = self._owner.start(self._work(watching), "ship")
+        try:
+            return await self._until(work, stop)
+        finally:
+            await self._close()
+
+    async def _until(self, work: asyncio.Task[None], stop: asyncio.Event) -> bool:
+        stopping = asyncio.create_task(stop.wait())
+        failing = asyncio.create_task(self._owner.wait_failed())
+        try:
+            await asyncio.wait({work, stopping, failing}, return_when=asyncio.FIRST_COMPLETED)
+            self._owner.check()
+            return work.done()
+        finally:
+            for task in (stopping, failing):
+                task.cancel()
+            await asyncio.gather(stopping, failing, return_exceptions=True)
+
+    async def _work(self, watching: asyncio.Task[None]) -> None:
+        """Ship every step; then let the trainer finish, and the last measurement."""
+        await self._ship_all()
+        await self.dispatcher.cancel_train()
+        self.ship_waits_for = f"the trainer: policy version {self.config.facts.max_steps}"
+        await watching
+        self.ship_waits_for = "eval episodes"
+        while self.eval_sink.open_passes or not self.dispatcher.is_idle:
+            self._changed.clear()
+            await self._wait_changed()
+        self.ship_waits_for = ""
+
+    async def _ship_all(self) -> None:
+        facts = self.config.facts
+        while self.progress.step <= facts.max_steps:
+            step = self.progress.step
+            self._changed.clear()
+            if not self.sink.is_ready:
+                self.ship_waits_for = f"scored traces for step {step}: {self.sink.num_waiting} wait"
+                await self._wait_changed()
+                continue
+            self.ship_waits_for = f"the trainer: policy version {step - 1 - self.settings.max_ahead}"
+            held = time.monotonic()
+            await self.watcher.wait_live(step - 1 - self.settings.max_ahead)
+            batch = self.sink.cut(step)
+            if batch is not None:
+                self.ship_waits_for = f"the run folder: batch {step}"
+                await self._ship(batch, time.monotonic() - held)
+            self.dispatcher.poke()
+
+    async def _wait_changed(self) -> None:
+        """Unblocked by the consumer, or looks again after a second."""
+        try:
+            async with asyncio.timeout(1.0):
+                await self._changed.wait()
+        except TimeoutError:
+            return
+
+    async def _ship(self, batch: Batch, held_s: float) -> None:
+        """The cut ends the window: what arrives from here on belongs to the next step."""
+        sizes = window_sizes(batch.window)
+        advance(self.progress, sizes)
+        self._log_effective(batch)
+        state = encode_state(self.make_state(batch.step))
+        write = asyncio.ensure_future(asyncio.to_thread(self.shipper.write, batch, state))
+        try:
+            written = await asyncio.shield(write)
+        except asyncio.CancelledError:
+            await write  # a batch that was cut becomes READY
+            self.sink.shipped(batch)
+            raise
+        self.sink.shipped(batch)
+        self._log_step(batch, sizes, written, held_s)
+        self.stall.moved()
+        self.dispatcher.poke()
+
+    # -- consuming
+
+    async def _consume(self) -> None:
+        """Route every event to its sink."""
+        while True:
+            event = await self.dispatcher.events.get()
+            self.consumer_waits_for = f"the algorithm of `{event.group.source}`"
+            await self._take(event)
+            self.consumer_waits_for = ""
+            self._changed.set()
+            self.dispatcher.poke()
+
+    async def _take(self, event: Event) -> None:
+        group = event.group
+        step = self.progress.step if group.split == "train" else group.step
+        if isinstance(event, Arrived):
+            self._stamp(event, step)
+            self.episodes.add(step, group.split, "all", event.episode)
+        if group.split == "eval":
+            self.eval_sink.add(event)
+            return
+        await self.sink.add(event)
+
+    def _stamp(self, event: Arrived, step: int) -> None:
+        group = event.group
+        span = span_of(event.payloads.values()) if group.version is not None else None
+        stamp(
+            event.episode,
+            env_name=group.source,
+            group_id=group.id,
+            run_id=self.config.facts.run_id,
+            run_name=self.run_dir.root.name,
+            split=group.split,
+            step=step,
+            span=span,
+        )
+
+    # -- policy
+
+    def _gate(self) -> str | None:
+        """Why no train work may start now."""
+        lead = self.progress.step - 1 - self.policy.version
+        if lead > self.settings.max_ahead:
+            return f"the trainer: {lead} batches are ahead of policy version {self.policy.version}"
+        if self.sink.batches_waiting(self.settings.max_waiting) >= 1:
+            return f"the ship path: {self.sink.num_waiting} scored traces wait for a batch"
+        return None
+
+    async def _before_pause(self) -> None:
+        await self.dispatcher.drop_stale(self.progress.step - 1 - self.settings.max_off_policy_steps)
+
+    def _on_live(self, version: int) -> None:
+        self._begin_evals(version)
+        self.dispatcher.poke()
+        self._changed.set()
+        if self._cleaning is None or self._cleaning.done():
+            retain = self.config.payload.retain == "checkpoint"
+            work = asyncio.to_thread(clean_up, self.run_dir, version, retain_batches=retain)
+            self._cleaning = self._owner.start(work, "clean up")
+
+    async def _watch_trainer(self) -> None:
+        """End with the trainer, also while nothing waits for a file of its."""
+        while self.policy.version < self.config.facts.max_steps:
+            await asyncio.sleep(1.0)
+            self.trainer_watch.check()
+
+    # -- evals
+
+    def _begin_evals(self, version: int) -> None:
+        due = [
+            EvalPass(source, version, self.parts.eval_sizes[source.name])
+            for source in self.schedule.due(version)
+        ]
+        self._begin_passes(due)
+
+    def _resume_passes(self) -> None:
+        """Measurements that the earlier attempt had not finished, at the version that is live now."""
+        if self.parts.state is None:
+            return
+        under_way = {(each.source.name, each.version) for each in self.eval_sink.open_passes}
+        names = {each.source for each in self.parts.state.open_passes if each.source in self.parts.evals}
+        version = self.policy.version
+        self._begin_passes(
+            [
+                EvalPass(self.parts.evals[name].source, version, self.parts.eval_sizes[name])
+                for name in sorted(names)
+                if (name, version) not in under_way
+            ]
+        )
+
+    def _begin_passes(self, passes: Sequence[EvalPass]) -> None:
+        for each in passes:
+            self.eval_sink.begin(each)
+        self.dispatcher.slots.add(passes)
+        if passes:
+            self.dispatcher.poke()
+
+    def _on_pass(self, pass_: EvalPass, metrics: dict[str, float]) -> None:
+        self.parts.monitor.log(metrics, pass_.version)
+        self.stall.moved()
+        client = self.parts.evals[pass_.source.name].client
+        self._owner.start(client.close_stream(pass_.stream), f"close {pass_.stream}")
+
+    # -- state and metrics
+
+    def make_state(self, step: int) -> State:
+        """What a resume after `step` continues from."""
+        return State(
+            version=STATE_VERSION,
+            step=step,
+            progress=self.progress,
+            counts=self.outcomes.snapshot(),
+            sources=tuple(self.parts.train),
+            num_picked=self.dispatcher.picker.num_picked if self.dispatcher.picker else 0,
+            streams=dict(self.dispatcher.cursors.streams),
+            open_tasks=tuple(OpenTask(*each) for each in self.dispatcher.requeued_tasks)
+            + self.unfinished.tasks,
+            open_passes=tuple(OpenPass(p.source.name, p.version) for p in self.eval_sink.open_passes),
+            algorithms={name: each.algorithm.state() for name, each in self.sink.settings.items()},
+        )
+
+    def awaits(self) -> dict[str, str]:
+        """Which loop waits for what."""
+        return {
+            "ship": self.ship_waits_for,
+            "dispatch": self.dispatcher.waits_for,
+            "consume": self.consumer_waits_for,
+        }
+
+    def _log_step(self, batch: Batch, sizes: Sizes, written: Written, held_s: float) -> None:
+        now = time.monotonic()
+        values = step_metrics(batch, sizes, self.progress, list(self.parts.train))
+        values |= {
+            "time/step": now - self._shipped_at,
+            "time/pack": written.pack_s,
+            "time/save_ckpt": written.write_s,
+            "time/wait_for_policy": held_s,
+            "batch/bytes": written.size_bytes,
+            "batch/micro_batches": written.num_micro_batches,
+            "batch/dummies": written.num_dummies,
+        }
+        self._shipped_at = now
+        values |= self.watcher.metrics() | self.dispatcher.metrics() | self.lag.take() | self._totals()
+        self.parts.monitor.log(values, batch.step)
+
+    def _totals(self) -> dict[str, float]:
+        """Cumulative counts: of episodes, and of payloads as the env servers last told."""
+        ledger = self.ledger
+        return self.outcomes.metrics() | {
+            "payload/kept": ledger.kept,
+            "payload/bytes": ledger.kept_bytes,
+            "payload/outstanding": ledger.outstanding,
+            "payload/double_frees": ledger.double_frees,
+            "payload/unknown": ledger.unknown,
+            "payload/held": self.parts.holdings.num_outstanding,
+            **{f"payload/freed/{holder}": count for holder, count in ledger.freed.items()},
+        }
+
+    def _log_effective(self, batch: Batch) -> None:
+        advantages: dict[str, dict[str, float | None]] = {}
+        episodes = {}
+        for scored in batch.cohort:
+            episode = episodes.setdefault(scored.facts.id, scored.arrived.episode)
+            advantages.setdefault(episode.id, {})[scored.trace.id] = scored.advantage
+        for episode_id, episode in episodes.items():
+            self.episodes.add(
+                batch.step, "train", "effective", effective_copy(episode, advantages[episode_id])
+            )
+
+    # -- env servers, and the end
+
+    async def _ping(self) -> None:
+        """Read the ledgers, and take back what became ours while its run was being cancelled."""
+        while True:
+            await asyncio.sleep(PING_S)
+            self._take_abandoned()
+            with contextlib.suppress(EnvServerError):  # a dead server ends its own calls, which says more
+                self.ledger = await self._read_ledgers()
+
+    async def _read_ledgers(self) -> Ledger:
+        total = Ledger()
+        for environment in [*self.parts.train.values(), *self.parts.evals.values()]:
+            answers = await environment.client.ping()
+            for answer in answers if isinstance(answers, list) else [answers]:
+                total = total if answer.ledger is None else total.add(answer.ledger)
+        return total
+
+    def _take_abandoned(self) -> None:
+        for environment in [*self.parts.train.values(), *self.parts.evals.values()]:
+            for episode in environment.client.take_abandoned():
+                payloads = read_payloads(episode)
+                self.parts.holdings.hold(payloads, "dispatcher")
+                self.parts.holdings.release(payloads, "dispatcher")
+
+    async def _close(self) -> None:
+        """In order: no new runs, cancel those under way, drop what waits, release, write the last lines."""
+        await self._owner.close()
+        await self.dispatcher.close()
+        self._take_abandoned()
+        self._drain_events()
+        self.sink.close()
+        await self.parts.holdings.close()
+        await self.episodes.close()
+        with contextlib.suppress(EnvServerError, TimeoutError):
+            async with asyncio.timeout(5.0):
+                self.ledger = await self._read_ledgers()
+        step = min(self.progress.step, self.config.facts.max_steps)
+        self.parts.monitor.log(self._totals() | {"policy/version": self.policy.version}, step)
+
+    def _drain_events(self) -> None:
+        """Episodes that no sink took: counted; their payloads are still held and go as `shutdown`."""
+        while not self.dispatcher.events.empty():
+            event = self.dispatcher.events.get_nowait()
+            if event.group.split != "train" or not isinstance(event, Arrived):
+                continue
+            if event.episode.ok:
+                self.outcomes.arrive()
+                self.outcomes.drop("shutdown")
+            else:
+                self.outcomes.error()
