@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 from moorage.config.base import Config
 from moorage.config.engine import InferenceConfig
 from moorage.config.env import EnvServerConfig, SourceConfig
+from moorage.config.limits import join_conflicts, run_conflicts
 from moorage.config.model import ModelConfig
 from moorage.config.orchestrator import OrchestratorConfig
 from moorage.config.trainer import TrainerConfig
@@ -239,9 +240,13 @@ def derive(
         "dtype": run.model.dtype if run.inference.dtype == "auto" else run.inference.dtype,
         "seed": run.seed if run.inference.seed is None else run.inference.seed,
     }
+    engine = run.inference.model_copy(update={**resolved, "replicas": 1})
+    conflicts = run_conflicts(run, engine, replay=replay, is_moe=is_moe)
+    if conflicts:
+        raise ValueError(join_conflicts(conflicts))
     inference = [
         InferenceProcessConfig(
-            inference=run.inference.model_copy(update={**resolved, "port": port, "replicas": 1}),
+            inference=engine.model_copy(update={"port": port}),
             model=run.model,
             run_dir=facts.run_dir,
             name="inference" if index == 0 else f"inference.{index}",
