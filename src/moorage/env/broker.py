@@ -59,7 +59,8 @@ ANSWERS_S = 60.0
 """Answers to requests that may be asked again are remembered so long."""
 DRAIN_S = 10.0
 READY_S = 300.0
-FDS_PER_RUN = 1
+FDS_PER_RUN = 3
+"""Both ends of a call to the interception server, and the engine's connection."""
 FDS_FIXED = 256
 INLINE_TASKS = 50_000
 """Streams over more tasks than this are advanced off the loop."""
@@ -181,7 +182,13 @@ class Broker:
             self.config.source.num_workers,
             self.config.source.max_concurrent,
             self._assignment(),
-            Callbacks(self._on_ended, self._pump, self._on_death, self._on_final),
+            Callbacks(
+                on_ended=self._on_ended,
+                on_ready=self._pump,
+                on_death=self._on_death,
+                on_final=self._on_final,
+                spared=lambda: self.store.service_pid,
+            ),
         )
         await self._workers.start()
         self._owner.start(self._tick_forever(), "tick", forever=True)
@@ -448,7 +455,7 @@ class Broker:
             self.delivery.dispatched(request_id)
             left_s = max(0.001, run.deadline - time.monotonic())
             kind = Kind.GROUP if run.method == b"run_group" else Kind.RUN
-            self._workers.run(worker, kind, request_id, run.cost, left_s, run.body)
+            self._workers.give(worker, kind, request_id, run.cost, left_s, run.body)
             run.body = b""
 
     def _on_ended(self, request_id: str, kind: int, kept: int, body: bytes) -> None:

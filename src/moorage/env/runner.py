@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -143,9 +144,15 @@ class Runner:
     def _context(self, request: RunRollout) -> vf.ModelContext:
         return vf.ModelContext(
             model=request.model,
-            client=policy_client(request.endpoint),
+            client=_policy_client(request.endpoint),
             sampling=vf.SamplingConfig(**msgspec.msgpack.decode(request.sampling)),
         )
+
+
+@lru_cache(maxsize=256)
+def _policy_client(endpoint: str) -> vf.BaseClientConfig:
+    """One config for each engine: verifiers builds one client for equal configs, and making one is slow."""
+    return policy_client(endpoint)
 
 
 def dump_episode(episode: vf.Episode) -> dict[str, Any]:

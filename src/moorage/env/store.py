@@ -56,6 +56,11 @@ class Store:
         return self._service.url
 
     @property
+    def service_pid(self) -> int:
+        """The process that serves, 0 when there is none."""
+        return self._service.pid or 0
+
+    @property
     def folder(self) -> str | None:
         """What the launcher may remove after the attempt; None when it has to survive."""
         return None if self.retained else str(self.root)
