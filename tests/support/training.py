@@ -1,4 +1,5 @@
-"""A synthetic run for the trainer: a real payload store with real blobs, batch files, and the trainer's config.
+"""A synthetic run for the trainer: a real payload store with real blobs, batch files, and the trainer's
+config.
 
 What the orchestrator and the env servers would write, without either. Everything is a function of the seed.
 """

@@ -5,8 +5,8 @@
     weights/step_N/READY    written last
 
 Promises:
-- a version appears whole: it is written under a temporary name and renamed, READY is written last, readers look
-  at READY only;
+- a version appears whole: it is written under a temporary name and renamed, READY is written last, readers
+  look at READY only;
 - a READY version is never overwritten: publishing it again is a no-op, so a resumed trainer may publish its
   start version blindly;
 - a reader that waits ends when its peer is gone (R35).
@@ -39,8 +39,8 @@ def publish_weights(
 ) -> bool:
     """Publish `version`: every rank calls this, and `write(folder)` puts its share of the files there.
 
-    `is_main` makes, renames and marks the folder; `meet` is a barrier of all ranks. False when the version was
-    READY already. Raises ExchangeError when the folder cannot be written.
+    `is_main` makes, renames and marks the folder; `meet` is a barrier of all ranks. False when the version
+    was READY already. Raises ExchangeError when the folder cannot be written.
     """
     folder = run.weight(version)
     if _agree_ready(folder, meet):

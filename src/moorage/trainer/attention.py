@@ -3,8 +3,8 @@
 Owns the packed layout of one row and the attention function registered as `packed_sdpa`.
 
 Promises:
-- tokens of one sequence never see tokens of another, whatever the model passes as a mask: boundaries come from
-  the `PackedLayout` that the trainer sets, and from nothing else;
+- tokens of one sequence never see tokens of another, whatever the model passes as a mask: boundaries come
+  from the `PackedLayout` that the trainer sets, and from nothing else;
 - cost is linear in the number of sequences: rows are unpacked to [n, heads, longest, dim], sequences of like
   length together, and packed again;
 - sliding windows and attention sinks are honoured; soft-capped scores and position biases are refused.

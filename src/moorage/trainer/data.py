@@ -5,8 +5,10 @@ The life of step N here:
    (`prefetch`; it only ever fetches);
 2. at the step boundary `take(N)` fetches the rest on the main thread and assembles the micro batches;
 3. one all-reduce agrees which micro batches failed, before any divisor is computed; a failed one is a
-   placeholder that trains on nothing; when nothing could be fetched anywhere, every rank stops with one message;
-4. `settle` deletes the payloads, each once over all ranks; what a store did not confirm is carried over to the
+   placeholder that trains on nothing; when nothing could be fetched anywhere, every rank stops with one
+   message;
+4. `settle` deletes the payloads, each once over all ranks; what a store did not confirm is carried over to
+the
    next step by the client.
 
 Promises: a dummy owns nothing, is fetched only when routing is replayed, and its failed fetch is no drop; a

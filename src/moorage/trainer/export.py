@@ -1,8 +1,8 @@
 """Writing a model in Hugging Face layout, without a full copy on any rank.
 
-Parameters are gathered one after the other; each belongs to one rank, which keeps it until it has a file's worth
-and writes that file. Names and shapes are those of the folder the model came from (transformers' conversions are
-undone), tied weights are stored once.
+Parameters are gathered one after the other; each belongs to one rank, which keeps it until it has a file's
+worth and writes that file. Names and shapes are those of the folder the model came from (transformers'
+conversions are undone), tied weights are stored once.
 
 Promises: the files together hold exactly the full state dict, bit for bit; the index and the small files
 (config, tokenizer) are written by the main rank. Does not know when a version is due, nor where it goes.
@@ -64,7 +64,7 @@ class Exporter:
         """Under the names and shapes of the model's files, on the CPU."""
         from transformers.core_model_loading import revert_weight_conversion
 
-        reverted = revert_weight_conversion(self.model.module, tensors)  # type: ignore[arg-type]
+        reverted = revert_weight_conversion(self.model.module, tensors)
         return {name: tensor.detach().cpu().contiguous() for name, tensor in reverted.items()}
 
     def _write_file(
@@ -101,7 +101,7 @@ def _convertible_groups(module: torch.nn.Module) -> list[list[str]]:
     if conversions is None:
         from transformers.conversion_mapping import get_model_conversion_mapping
 
-        conversions = get_model_conversion_mapping(module, add_legacy=False)  # type: ignore[arg-type]
+        conversions = get_model_conversion_mapping(module, add_legacy=False)
     reverse = [conversion.reverse_transform() for conversion in reversed(conversions)]
     converters = [conversion for conversion in reverse if isinstance(conversion, WeightConverter)]
     groups: dict[str, list[str]] = {}

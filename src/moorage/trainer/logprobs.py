@@ -3,8 +3,8 @@
 Owns the order of operations, which must be the engine's: divide by temperature, then (when sampling was
 truncated) renormalise over the kept set, then take the logarithm.
 
-Promises: only the asked rows are computed ("select before arithmetic"), so NaN or infinity anywhere else cannot
-reach a value or a gradient. Does not know: packing, losses.
+Promises: only the asked rows are computed ("select before arithmetic"), so NaN or infinity anywhere else
+cannot reach a value or a gradient. Does not know: packing, losses.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def token_logprobs(
     """Log-probability [N] of `labels` [N] and entropy [N] (detached) under `logits` [N, V] / `temperatures` [N].
 
     With a kept set that holds the label the probability is renormalised over the set:
-    `log p = z_label - logsumexp_{v in K} z_v`, z = logits / temperature; otherwise, and for the entropy always,
-    over the whole vocabulary.
+    `log p = z_label - logsumexp_{v in K} z_v`, z = logits / temperature; otherwise, and for the entropy
+    always, over the whole vocabulary.
     """
     wide = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
     scaled = wide / temperatures[:, None].to(wide.dtype)

@@ -1,8 +1,8 @@
 """One step's numbers, agreed over all ranks by real counts.
 
-A rank may have no member token of some kind, so nothing is averaged per rank: sums and counts travel, with one
-all-reduce of sums and one of maxima, over a fixed list of names. Every name is emitted every step (R18); a mean
-over nothing is 0.
+A rank may have no member token of some kind, so nothing is averaged per rank: sums and counts travel, with
+one all-reduce of sums and one of maxima, over a fixed list of names. Every name is emitted every step (R18);
+a mean over nothing is 0.
 """
 
 from __future__ import annotations

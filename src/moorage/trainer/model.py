@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -35,7 +36,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 class TrainedModel:
     """A causal LM ready to train. `module` is the transformers model (sharded or not)."""
 
-    module: torch.nn.Module
+    module: Any
     world: World
     replay: RouterReplay | None
 
@@ -64,7 +65,12 @@ class TrainedModel:
     def set_last_row(self, last: bool) -> None:
         """Replicas meet once per step: their all-reduce waits for the last row."""
         if self.world.mesh is not None and self.world.mesh.ndim == 2:
-            self.module.set_requires_all_reduce(last)  # type: ignore[operator]
+            self.module.set_requires_all_reduce(last)
+
+    def reshard(self) -> None:
+        """After a forward pass without a backward pass: give the root's gathered parameters back."""
+        if self.world.mesh is not None:
+            self.module.reshard()
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         return self.module.parameters()
@@ -82,12 +88,13 @@ def load_model(model: ModelConfig, trainer: TrainerConfig, world: World, seq_len
     if not (path / "config.json").is_file():
         raise ConfigError(f"model.path {model.path!r} holds no config.json; give a Hugging Face model folder")
     attention.register()
+    hide_progress_bars()
     if world.mesh is None:
         module = _load_whole(path, DTYPES[model.dtype], trainer.attention, world.device)
     else:
         from moorage.trainer.sharding import load_sharded
 
-        module = load_sharded(path, model, trainer, world)
+        module = load_sharded(path, model, trainer, world, DTYPES)
     _check_length(module, path, seq_len)
     module.eval()  # no dropout, no jitter; gradients flow all the same
     if trainer.activation_checkpointing:
@@ -101,13 +108,20 @@ def load_model(model: ModelConfig, trainer: TrainerConfig, world: World, seq_len
     return loaded
 
 
+def hide_progress_bars() -> None:
+    """Keep transformers' bars out of the log files."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
 def find_blocks(module: torch.nn.Module) -> list[torch.nn.Module]:
     """The decoder blocks: the longest list of modules in the model."""
     lists = [m for m in module.modules() if isinstance(m, torch.nn.ModuleList)]
     return list(max(lists, key=len)) if lists else []
 
 
-def _load_whole(path: Path, dtype: torch.dtype, implementation: str, device: torch.device) -> torch.nn.Module:
+def _load_whole(path: Path, dtype: torch.dtype, implementation: str, device: torch.device) -> Any:
     from transformers import AutoModelForCausalLM
 
     try:

@@ -28,8 +28,8 @@ def make_optimizer(parameters: Iterable[torch.nn.Parameter], config: OptimizerCo
 def learning_rate(step: int, max_steps: int, optimizer: OptimizerConfig, schedule: ScheduleConfig) -> float:
     """The learning rate of `step` (from 1).
 
-    Warm-up: `lr * step / (warmup_steps + 1)`, so that no step has rate zero. Then constant, or linear or cosine
-    from `lr` down to `lr * final_ratio` at `max_steps`.
+    Warm-up: `lr * step / (warmup_steps + 1)`, so that no step has rate zero. Then constant, or linear or
+    cosine from `lr` down to `lr * final_ratio` at `max_steps`.
     """
     if step <= schedule.warmup_steps:
         return optimizer.lr * step / (schedule.warmup_steps + 1)

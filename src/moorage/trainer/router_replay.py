@@ -1,12 +1,13 @@
 """Router replay: the trainer uses the expert choices that the engine made.
 
-Works on any transformers mixture-of-experts model whose routers call `torch.topk` once over their scores: inside
-a router's forward pass that one call is answered with the given ids and with the router's **own** scores at
-those ids. The model's own code then normalises and scales, so gradients reach the gate as usual and only the
-selection is fixed.
+Works on any transformers mixture-of-experts model whose routers call `torch.topk` once over their scores:
+inside a router's forward pass that one call is answered with the given ids and with the router's **own**
+scores at those ids. The model's own code then normalises and scales, so gradients reach the gate as usual and
+only the selection is fixed.
 
 Promises:
-- routers are found through what the model class declares for router logits, in model order: no table of models;
+- routers are found through what the model class declares for router logits, in model order: no table of
+  models;
 - a router that does not make exactly one such call fails loudly, it never silently routes by itself;
 - a row that holds -1 leaves that token to the router;
 - what the experts were told is kept in `chosen`, for load-balance figures of what really ran.

@@ -25,9 +25,9 @@ from moorage.trainer.logprobs import KeptSets
 class Row:
     """A packed row of T tokens, of which N are computed; R of those are rl members, C are ce members.
 
-    `rows` [N]: positions whose logits predict `labels` [N]. `rl`, `ce`: indices into the N. `sequence` [N]: which
-    sequence a token belongs to. Without any member one token is computed and trains nothing, so that every rank
-    has a backward pass.
+    `rows` [N]: positions whose logits predict `labels` [N]. `rl`, `ce`: indices into the N. `sequence` [N]:
+    which sequence a token belongs to. Without any member one token is computed and trains nothing, so that
+    every rank has a backward pass.
     """
 
     token_ids: torch.Tensor

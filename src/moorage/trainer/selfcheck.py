@@ -1,7 +1,7 @@
 """The start-up check that packed sequences do not see each other, on the model that was just loaded.
 
-transformers recognises packing by itself in some models and settings and silently not in others, and recurrent
-layers carry state over a boundary unless told: so the trainer measures instead of trusting.
+transformers recognises packing by itself in some models and settings and silently not in others, and
+recurrent layers carry state over a boundary unless told: so the trainer measures instead of trusting.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torc
 def check_packing(model: TrainedModel) -> float:
     """Compare a packed row with its sequences one by one under transformers' own attention.
 
-    Returns the mean difference of log-probabilities. Raises ConfigError when they differ by more than rounding.
+    Returns the mean difference of log-probabilities. Raises ConfigError when they differ by more than
+    rounding.
     """
     module, device = model.module, model.world.device
     vocab = int(module.config.get_text_config().vocab_size)
@@ -36,6 +37,7 @@ def check_packing(model: TrainedModel) -> float:
         with model.row(layout):
             packed = model.logits(ids, layout, rows).float().log_softmax(-1)
         alone = torch.cat([_alone(model, part) for part in ids.split(LENGTHS)])
+    model.reshard()
     difference = float((packed - alone).abs().mean())
     dtype = packed_dtype(module)
     if not difference <= TOLERANCE.get(dtype, 1e-3):

@@ -1,12 +1,12 @@
 """What one attempt of the trainer holds, and the order of a step's stages.
 
 A step: take (wait, fetch, agree) -> read the next step ahead -> free the payloads -> train -> publish ->
-checkpoint -> metrics. Payloads are freed before the forward pass: by then every rank has its arrays in memory.
+checkpoint -> metrics. Payloads are freed before the forward pass: by then every rank has its arrays in
+memory.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import threading
@@ -17,22 +17,22 @@ from pathlib import Path
 import torch
 
 from moorage.config.run import TrainerProcessConfig
-from moorage.core.errors import ConfigError, RunEnded
-from moorage.core.metrics import finite
+from moorage.core.errors import ConfigError
 from moorage.core.log import get_logger
 from moorage.core.rundir import PeerWatch, RunDir
 from moorage.exchange.weights import publish_weights
+from moorage.monitor.setup import make_monitor
 from moorage.payload.client import PayloadClient
 from moorage.trainer.data import BatchFeed, FeedSettings, StepInput
 from moorage.trainer.export import Exporter
 from moorage.trainer.losses import make_loss
 from moorage.trainer.metrics import StepMetrics
-from moorage.trainer.model import DTYPES, TrainedModel, load_model
+from moorage.trainer.model import DTYPES, load_model
 from moorage.trainer.retention import Retention
 from moorage.trainer.rows import Row, make_row
 from moorage.trainer.state import CheckpointStore, Progress, prune_checkpoints
 from moorage.trainer.step import TrainStep
-from moorage.trainer.world import World, make_world
+from moorage.trainer.world import make_world
 
 log = get_logger(__name__)
 
@@ -63,7 +63,9 @@ class Session:
         )
         self.feed = BatchFeed(run, self.world, self.client, settings, stop)
         self.retention = Retention(run, config.payload.retain, config.checkpoint, self.feed)
-        self.monitor = MetricsFile(run.metrics("trainer")) if self.world.is_main else None
+        self.monitor = (
+            make_monitor(config.monitor, run, "trainer", facts.run_id) if self.world.is_main else None
+        )
         log.info(
             "%d parameters, %d rank(s) on %s, step %d of %d",
             self.model.num_parameters,
@@ -84,6 +86,7 @@ class Session:
     def close(self) -> None:
         """Give everything back. Payloads still held are deleted unless a resume needs them."""
         self.feed.close(release=self.config.payload.retain == "fetched")
+        self.checkpoints.close()
         self.client.close()
         if self.monitor is not None:
             self.monitor.close()
@@ -145,7 +148,7 @@ class Session:
         agreed["perf/throughput"] = agreed["tokens/real"] / max(step_s, 1e-9)
         agreed["progress/tokens"], agreed["progress/samples"] = self.progress.tokens, self.progress.samples
         if self.monitor is not None:
-            self.monitor.log(step, agreed)
+            self.monitor.log(agreed, step)
             log.info(
                 "step %d  loss %.4f  mismatch %.2e  entropy %.3f  grad %.3f  %.0f tok/s  %.2f s",
                 step,
@@ -162,20 +165,6 @@ class Session:
         started = time.perf_counter()
         act()
         metrics.put(name, time.perf_counter() - started)
-
-
-class MetricsFile:
-    """`metrics/trainer.jsonl`: one object per step."""
-
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", buffering=1)
-
-    def log(self, step: int, values: dict[str, float]) -> None:
-        self._file.write(json.dumps({"step": step, "time": time.time(), **finite(values)}) + "\n")
-
-    def close(self) -> None:
-        self._file.close()
 
 
 def make_client(config: TrainerProcessConfig) -> PayloadClient:

@@ -1,11 +1,12 @@
-"""The warm-up process: supervised steps on conversations, with the trainer's own model, packing and optimizer.
+"""The warm-up process: supervised steps on conversations, with the trainer's own model, packing and
+optimizer.
 
 | loop | consumes | produces | waits for | unblocked by |
 |---|---|---|---|---|
 | main | conversations of a taskset | gradients, the saved model | nothing | SIGTERM ends it after the step |
 
-Owns the order of a warm-up: make or load the model, train, save in Hugging Face layout under a temporary name,
-rename. With several ranks each draws the same conversations and trains its own share.
+Owns the order of a warm-up: make or load the model, train, save in Hugging Face layout under a temporary
+name, rename. With several ranks each draws the same conversations and trains its own share.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ def warm_up(config: SftConfig, stop: threading.Event) -> bool:
 
     output = Path(config.output)
     if (output / "config.json").exists():
-        raise ConfigError(f"output {config.output!r} already holds a model; choose another folder or remove it")
+        raise ConfigError(
+            f"output {config.output!r} already holds a model; choose another folder or remove it"
+        )
     trainer = _trainer_config(config)
     conversations = load_conversations(config.taskset, config.seed)
     world = make_world(trainer)
@@ -93,8 +96,10 @@ def _starting_folder(config: SftConfig, folder: Path, world: World) -> Path:
         assert config.model is not None
         return Path(config.model)
     if world.is_main:
+        from moorage.trainer.model import hide_progress_bars
         from moorage.trainer.starter import ARCHITECTURES, make_model_folder
 
+        hide_progress_bars()
         if config.init.architecture not in ARCHITECTURES:
             raise ConfigError(
                 f"init.architecture {config.init.architecture!r} is unknown; choose one of "
@@ -117,7 +122,7 @@ def _make_step(config: SftConfig, trainer: TrainerConfig, source: Path, world: W
     return TrainStep(model, make_loss({"type": "ipo"}), trainer, config.max_steps)
 
 
-def _train(config, step, source, conversations, world, stop) -> bool:  # noqa: ANN001
+def _train(config, step, source, conversations, world, stop) -> bool:
     import torch
     from transformers import AutoTokenizer
 

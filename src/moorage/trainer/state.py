@@ -4,7 +4,8 @@
     checkpoints/step_N/trainer/READY  written last
 
 A checkpoint is *whole* when trainer and orchestrator parts are both READY. Promises:
-- tensors are copied to the CPU before `save` returns; a thread writes them under a temporary name, renames, marks;
+- tensors are copied to the CPU before `save` returns; a thread writes them under a temporary name, then the
+  folder is renamed and marked;
 - one save at a time: the next one waits for the one before;
 - keep-last counts whole checkpoints; one that is not whole and older than the newest whole one is removed.
 
@@ -16,20 +17,25 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from concurrent.futures import Future
+import warnings
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 
 from moorage.config.run import CheckpointConfig
 from moorage.core.errors import ConfigError, ExchangeError
 from moorage.core.log import get_logger
 from moorage.core.rundir import RunDir, mark_ready, step_of, write_json_atomic
 from moorage.trainer.model import TrainedModel
+from moorage.trainer.world import World
 
 log = get_logger(__name__)
 
@@ -52,7 +58,8 @@ class CheckpointStore:
         self.run = run
         self.model = model
         self.optimizer = optimizer
-        self._pending: tuple[Progress, Path, Any] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: tuple[Progress, Path, Future[None]] | None = None
 
     def save(self, progress: Progress) -> None:
         """Begin to save; returns once the state is copied. Collective."""
@@ -62,21 +69,25 @@ class CheckpointStore:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
         self.model.world.barrier()
-        pending = dcp.async_save(
-            self._state(),
-            checkpoint_id=temporary,
-            process_group=self.model.world.cpu_group,
-            no_dist=self.model.world.cpu_group is None,
-        )
-        future = pending if isinstance(pending, Future) else pending.upload_completion
-        self._pending = (progress, temporary, future)
+        staged = stage_on_cpu(self._state(), self.model.world)
+        self._pending = (progress, temporary, self._thread.submit(self._write, staged, temporary))
+
+    def _write(self, staged: dict[str, Any], folder: Path) -> None:
+        """On the thread: all ranks' shards and their index. Collective, in a group of its own."""
+        group = self.model.world.cpu_group
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch remarks that a single process saves alone, which is meant
+            save(staged, checkpoint_id=folder, process_group=group, no_dist=group is None)
 
     def finish(self, *, wait: bool = True) -> int | None:
         """Mark a save READY once it is written; returns its step then. `wait`: until it is."""
         if self._pending is None or not (wait or self._pending[2].done()):
             return None
         progress, temporary, future = self._pending
-        future.result(SAVE_TIMEOUT_S)
+        try:
+            future.result(SAVE_TIMEOUT_S)
+        except (OSError, TimeoutError, CheckpointException) as error:
+            raise ExchangeError(f"the checkpoint of step {progress.step} cannot be saved: {error}") from error
         self._pending = None
         if self.model.world.is_main:
             write_json_atomic(temporary / "progress.json", asdict(progress))
@@ -86,6 +97,10 @@ class CheckpointStore:
             mark_ready(final)
         return progress.step
 
+    def close(self) -> None:
+        """Wait for the writing thread; what it wrote stays unmarked."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
     def load(self, step: int) -> Progress:
         """Restore model and optimizer from the checkpoint of `step`, at whatever world size. Collective."""
         folder = self.run.checkpoint(step, "trainer")
@@ -93,13 +108,10 @@ class CheckpointStore:
             raise ConfigError(f"{folder} holds no whole trainer checkpoint to resume from")
         state = self._state()
         try:
-            dcp.load(
-                state,
-                checkpoint_id=folder,
-                process_group=self.model.world.cpu_group,
-                no_dist=self.model.world.cpu_group is None,
-            )
-        except (OSError, dcp.api.CheckpointException) as error:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                load(state, checkpoint_id=folder, no_dist=self.model.world.cpu_group is None)
+        except (OSError, CheckpointException) as error:
             raise ExchangeError(f"{folder} cannot be read: {error}") from error
         set_state_dict(
             self.model.module,
@@ -112,6 +124,22 @@ class CheckpointStore:
     def _state(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.model.module, self.optimizer)
         return {"model": model, "optimizer": optimizer}
+
+
+def stage_on_cpu(value: Any, world: World) -> Any:
+    """A copy of nested state on the CPU, shards staying shards, so that training may go on while it is written."""
+    if isinstance(value, dict):
+        return {key: stage_on_cpu(item, world) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(stage_on_cpu(item, world) for item in value)
+    if isinstance(value, DTensor):
+        local = value.to_local().detach().to("cpu", copy=True)
+        return DTensor.from_local(
+            local, world.cpu_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
+        )
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    return value
 
 
 def whole_checkpoints(run: RunDir) -> list[int]:

@@ -1,8 +1,8 @@
 """One optimizer step over a data rank's rows.
 
 Loss of a step: `RL / N_rl + CE / N_ce`, summed over all ranks and micro batches, where N_rl is the sum of rl
-weights and N_ce the number of ce tokens **of the whole step over all ranks**. So the split into micro batches and
-ranks cannot change the gradient.
+weights and N_ce the number of ce tokens **of the whole step over all ranks**. So the split into micro batches
+and ranks cannot change the gradient.
 
 Order: rows are final (failed fetches are agreed on) -> one all-reduce of the divisors -> forward and backward
 per row, the same number on every rank -> clip over shards -> optimizer. FSDP sums gradients here, it does not

@@ -12,7 +12,7 @@ from __future__ import annotations
 import datetime
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -28,14 +28,15 @@ COLLECTIVE_TIMEOUT_S = 900.0  # a rank that lags this much is dead; torchrun the
 
 @dataclass(frozen=True)
 class World:
-    """This process among the trainer's ranks. `mesh` is None when the model is not sharded; `cpu_group` carries
-    checkpoint traffic (gloo)."""
+    """This process among the trainer's ranks. `mesh` is None when the model is not sharded; `cpu_group`
+    (gloo) and `cpu_mesh` carry checkpoints."""
 
     rank: int
     size: int
     device: torch.device
     mesh: DeviceMesh | None = None
     cpu_group: ProcessGroup | None = None
+    cpu_mesh: DeviceMesh | None = None
 
     @property
     def is_main(self) -> bool:
@@ -115,10 +116,10 @@ def _join(config: TrainerConfig, rank: int, size: int, device: torch.device, sha
     replicate = config.replicate if sharded else size
     if size % replicate:
         raise ConfigError(f"trainer.replicate {replicate} does not divide the {size} ranks")
-    if replicate == 1:
-        mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
-    else:
-        mesh = init_device_mesh(
-            device.type, (replicate, size // replicate), mesh_dim_names=("replicate", "shard")
-        )
-    return World(rank, size, device, mesh, dist.new_group(backend="gloo", timeout=timeout))
+    shape, names = (size,), ("shard",)
+    if replicate > 1:
+        shape, names = (replicate, size // replicate), ("replicate", "shard")
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    cpu_mesh = mesh if device.type == "cpu" else init_device_mesh("cpu", shape, mesh_dim_names=names)
+    cpu_group = dist.new_group(backend="gloo", timeout=timeout)
+    return World(rank, size, device, mesh, cast("ProcessGroup", cpu_group), cpu_mesh)
