@@ -1,7 +1,7 @@
 """A tokenizer folder for scripted engines: one token per character, and Qwen3's chat markers.
 
-The starter model's template knows no tools; with this folder the `qwen3` renderer renders tool calls, reasoning
-and continued turns, so every kind of environment can be driven without a model that plays well.
+The starter model's template knows no tools; with this folder the `qwen3` renderer renders tool calls,
+reasoning and continued turns, so every kind of environment can be driven without a model that plays well.
 """
 
 from __future__ import annotations

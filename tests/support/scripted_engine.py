@@ -1,8 +1,8 @@
 """An engine whose answers a test writes: the routes of docs/protocols.md section 3 over a script.
 
 It runs on a thread of its own with a real socket, so clients in this process and in others reach it alike.
-`POST /inference/v1/generate` decodes the prompt, asks the script for a reply, and answers in vLLM's form, with
-log-probabilities, routing rows, kept sets, heads and version labels as the engine was set up to give.
+`POST /inference/v1/generate` decodes the prompt, asks the script for a reply, and answers in vLLM's form,
+with log-probabilities, routing rows, kept sets, heads and version labels as the engine was set up to give.
 `POST /v1/chat/completions` serves agents that bring their own client.
 """
 
@@ -170,7 +170,10 @@ class ScriptedEngine:
         rng = np.random.default_rng([prompt_len, len(ids), sum(body["token_ids"])])
         logprobs = [float(np.float32(-rng.random())) for _ in ids]
         head_k = int(params.get("logprobs") or 1)
-        content = [self._entry(rng, t, lp, head_k, i in reply.void) for i, (t, lp) in enumerate(zip(ids, logprobs, strict=True))]
+        content = [
+            self._entry(rng, t, lp, head_k, i in reply.void)
+            for i, (t, lp) in enumerate(zip(ids, logprobs, strict=True))
+        ]
         start = int(params.get("routed_experts_prompt_start") or 0)
         choice = {
             "index": 0,
@@ -186,15 +189,25 @@ class ScriptedEngine:
                 {"version": reply.version or self.settings.version, "start": 0, "end": len(ids)}
             ],
         }
-        usage = {"prompt_tokens": prompt_len, "completion_tokens": len(ids), "total_tokens": prompt_len + len(ids)}
-        return {"request_id": "generate-tokens-x", "model": body["model"], "choices": [choice], "usage": usage}
+        usage = {
+            "prompt_tokens": prompt_len,
+            "completion_tokens": len(ids),
+            "total_tokens": prompt_len + len(ids),
+        }
+        return {
+            "request_id": "generate-tokens-x",
+            "model": body["model"],
+            "choices": [choice],
+            "usage": usage,
+        }
 
     def _entry(self, rng: Any, token: int, logprob: float, head_k: int, void: bool) -> dict[str, Any]:
         value = -9999.0 if void else logprob
         others = [t for t in rng.permutation(90).tolist() if t != token][: max(0, head_k - 1)]
         top = [{"token_id": token, "logprob": value, "rank": 1}]
         top += [
-            {"token_id": t, "logprob": float(np.float32(-2.0 - i)), "rank": i + 2} for i, t in enumerate(others)
+            {"token_id": t, "logprob": float(np.float32(-2.0 - i)), "rank": i + 2}
+            for i, t in enumerate(others)
         ]
         return {"token_id": token, "logprob": value, "rank": 1, "top_logprobs": top}
 

@@ -5,8 +5,8 @@ Promises (R17, docs/protocols.md section 2):
 - a sampled node trains in the first trainable branch that contains it; later branches hold it as context, so
   a token never trains twice;
 - a token trains only when the run's policy sampled it and its log-probability is usable;
-- routing rows are there for every token or not at all: the row of the very last sampled token, which no engine
-  computes, repeats the one before it; behind a hole the branch is cut, never filled up;
+- routing rows are there for every token or not at all: the row of the very last sampled token, which no
+  engine computes, repeats the one before it; behind a hole the branch is cut, never filled up;
 - spans tile the branch's tokens in node order.
 """
 
@@ -69,59 +69,82 @@ def plan_branches(nodes: Sequence[Node], paths: Sequence[tuple[int, tuple[int, .
     return plans
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Streams:
+    """A path's tokens in a row. `sampled` bool [T]; `logprobs` float32 [T], nan where sampled but unusable
+    and 0 where no call sampled; node i of the path is `starts[i]:stops[i]`.
+    """
+
+    token_ids: np.ndarray
+    sampled: np.ndarray
+    logprobs: np.ndarray
+    starts: np.ndarray
+    stops: np.ndarray
+
+
+def read_streams(nodes: Sequence[Node], path: Sequence[int]) -> Streams:
+    """Line up a path's arrays. Raises ValueError when a node's do not fit its tokens."""
+    members = [nodes[number] for number in path]
+    sizes = np.array([len(node.token_ids) for node in members], np.int64)
+    stops = np.cumsum(sizes)
+    length = int(sizes.sum())
+    streams = Streams(
+        token_ids=_joined([node.token_ids for node in members], np.int32),
+        sampled=np.zeros(length, bool),
+        logprobs=np.zeros(length, np.float32),
+        starts=stops - sizes,
+        stops=stops,
+    )
+    for number, node, start, stop in zip(path, members, streams.starts, stops, strict=True):
+        sampled = streams.sampled[start:stop]
+        sampled[:] = node.mask
+        if node.turn is not None:
+            if len(node.turn.logprobs) != sampled.sum():
+                raise ValueError(
+                    f"node {number} has {sampled.sum()} sampled tokens and {len(node.turn.logprobs)} "
+                    "log-probabilities"
+                )
+            streams.logprobs[start:stop][sampled] = node.turn.logprobs
+    return streams
+
+
 def build_branch(nodes: Sequence[Node], plan: BranchPlan) -> Branch | None:
     """The arrays and spans of a planned branch, None when no token of it is left to train.
 
     Raises ValueError when a node's arrays do not fit its tokens.
     """
-    path = [nodes[node] for node in plan.path]
-    stops = np.cumsum([len(node.token_ids) for node in path], dtype=np.int64)
-    starts = stops - [len(node.token_ids) for node in path]
-    length = int(stops[-1])
-    logprobs = np.zeros(length, np.float32)
-    sampled = np.zeros(length, bool)
-    trained = np.zeros(length, bool)
-    for number, node, start, stop in zip(plan.path, path, starts, stops, strict=True):
-        sampled[start:stop] = node.mask
-        if node.turn is not None:
-            logprobs[start:stop][sampled[start:stop]] = _fitting(number, node)
-            trained[start:stop] = sampled[start:stop] & (number in plan.trains)
-    usable = np.isfinite(logprobs)
-    unusable = int((trained & ~usable).sum())
-    trained &= usable
-    logprobs[~usable] = 0.0
-    rows, routed = _routing(path, stops, length)
-    arrays = BranchArrays(
-        token_ids=_joined([node.token_ids for node in path], np.int32),
-        loss_mask=trained.view(np.uint8),
-        logprobs=logprobs,
-        content_mask=_content(path),
-        routed_experts=rows,
-        **_sampling(path, sampled, starts, stops),
-        **_heads(path, trained, sampled, starts, stops),
-    )
-    kept = length if rows is None else routed
+    path = [nodes[number] for number in plan.path]
+    streams = read_streams(nodes, plan.path)
+    length = len(streams.token_ids)
+    wanted = np.zeros(length, bool)
+    for number, start, stop in zip(plan.path, streams.starts, streams.stops, strict=True):
+        wanted[start:stop] = streams.sampled[start:stop] & (number in plan.trains)
+    usable = np.isfinite(streams.logprobs)
+    trained = wanted & usable
+    rows, kept = _routing(path, streams.stops, length)
     if not trained[:kept].any():
         return None
-    spans = tuple(
-        _span(number, node, int(start), min(int(stop), kept), trained)
-        for number, node, start, stop in zip(plan.path, path, starts, stops, strict=True)
-        if start < kept or start == stop
+    arrays = BranchArrays(
+        token_ids=streams.token_ids,
+        loss_mask=trained.view(np.uint8),
+        logprobs=np.where(usable, streams.logprobs, np.float32(0.0)),
+        content_mask=_content(path),
+        routed_experts=rows,
+        **_sampling(path, streams),
+        **_heads(path, streams, trained),
     )
-    return Branch(plan.index, cut(arrays, kept), spans, _versions(path), unusable, length - kept)
+    return Branch(
+        index=plan.index,
+        arrays=cut(arrays, kept),
+        spans=_spans(plan.path, path, streams, trained, kept),
+        versions=_versions(path),
+        unusable=int((wanted & ~usable).sum()),
+        num_cut=length - kept,
+    )
 
 
 def _trainable(node: Node) -> bool:
     return node.sampled and node.turn is not None and node.turn.policy and any(node.mask)
-
-
-def _fitting(number: int, node: Node) -> np.ndarray:
-    assert node.turn is not None
-    if len(node.turn.logprobs) != sum(node.mask):
-        raise ValueError(
-            f"node {number}: {sum(node.mask)} sampled tokens, {len(node.turn.logprobs)} log-probabilities"
-        )
-    return node.turn.logprobs
 
 
 def _joined(parts: Sequence[Sequence[int]], dtype: type) -> np.ndarray:
@@ -135,10 +158,18 @@ def _content(path: Sequence[Node]) -> np.ndarray | None:
     return _joined([node.content for node in path], np.uint8)
 
 
-def _span(number: int, node: Node, start: int, stop: int, trained: np.ndarray) -> NodeSpan:
-    where = np.flatnonzero(trained[start:stop])
-    first = start + int(where[0]) if len(where) else -1
-    return NodeSpan(number, start, stop, node.sampled, first, len(where))
+def _spans(
+    numbers: Sequence[int], path: Sequence[Node], streams: Streams, trained: np.ndarray, kept: int
+) -> tuple[NodeSpan, ...]:
+    spans = []
+    for number, node, start, stop in zip(numbers, path, streams.starts, streams.stops, strict=True):
+        if start >= kept and stop > start:
+            break  # behind the cut
+        first, last = int(start), min(int(stop), kept)
+        where = np.flatnonzero(trained[first:last])
+        first_trained = first + int(where[0]) if len(where) else -1
+        spans.append(NodeSpan(number, first, last, node.sampled, first_trained, len(where)))
+    return tuple(spans)
 
 
 def _versions(path: Sequence[Node]) -> tuple[int, int] | None:
@@ -153,63 +184,62 @@ def _versions(path: Sequence[Node]) -> tuple[int, int] | None:
 
 
 def _routing(path: Sequence[Node], stops: np.ndarray, length: int) -> tuple[np.ndarray | None, int]:
-    """Rows [length, layers, k] and how many of them, from the first on, are true; None when there are none."""
-    turns = [(node.turn, int(stop)) for node, stop in zip(path, stops, strict=True) if node.turn is not None]
-    found = [turn.rows for turn, _ in turns if turn.rows is not None and len(turn.rows)]
-    if not found:
-        return None, 0
-    shapes = {rows.shape[1:] for rows in found}
+    """Rows [length, layers, k], and how many tokens to keep: all, or those before the first hole.
+
+    Without any row, or without one for the first token, there is no routing and all tokens are kept.
+    """
+    turns = [
+        (node.turn, node.turn.rows, int(stop))
+        for node, stop in zip(path, stops, strict=True)
+        if node.turn is not None and node.turn.rows is not None and len(node.turn.rows)
+    ]
+    shapes = {rows.shape[1:] for _, rows, _ in turns}
+    if not shapes:
+        return None, length
     if len(shapes) > 1:
         raise ValueError(f"routing rows of different shapes in one branch: {sorted(shapes)}")
-    out = np.zeros((length, *shapes.pop()), np.result_type(*found))
+    out = np.zeros((length, *shapes.pop()), np.result_type(*(rows for _, rows, _ in turns)))
     known = np.zeros(length, bool)
-    for turn, stop in turns:
-        if turn.rows is None or turn.prompt_len + len(turn.logprobs) != stop:
-            continue  # not the sequence that the engine saw: its rows belong to other tokens
-        end = min(turn.rows_start + len(turn.rows), stop)
-        out[turn.rows_start : end] = turn.rows[: end - turn.rows_start]
+    for turn, rows, stop in turns:
+        if turn.prompt_len + len(turn.logprobs) != stop:
+            continue  # the engine saw another sequence: these rows belong to other tokens
+        end = min(turn.rows_start + len(rows), stop)
+        out[turn.rows_start : end] = rows[: end - turn.rows_start]
         known[turn.rows_start : end] = True
     if length > 1 and known[:-1].all() and not known[-1]:
         out[-1] = out[-2]
         known[-1] = True
     holes = np.flatnonzero(~known)
-    routed = int(holes[0]) if len(holes) else length
-    return (out, routed) if routed else (None, 0)
+    kept = int(holes[0]) if len(holes) else length
+    return (out, kept) if kept else (None, length)
 
 
-def _sampling(
-    path: Sequence[Node], sampled: np.ndarray, starts: np.ndarray, stops: np.ndarray
-) -> dict[str, np.ndarray]:
+def _sampling(path: Sequence[Node], streams: Streams) -> dict[str, np.ndarray]:
     """Kept sets: a count for every token, 0 where none was recorded, and the flat ids."""
     if all(node.turn is None or node.turn.mask_counts is None for node in path):
         return {}
-    counts = np.zeros(len(sampled), np.int32)
+    counts = np.zeros(len(streams.token_ids), np.int32)
     ids = [np.zeros(0, np.int32)]
-    for node, start, stop in zip(path, starts, stops, strict=True):
+    for node, start, stop in zip(path, streams.starts, streams.stops, strict=True):
         if node.turn is not None and node.turn.mask_counts is not None:
-            counts[start:stop][sampled[start:stop]] = node.turn.mask_counts
+            counts[start:stop][streams.sampled[start:stop]] = node.turn.mask_counts
             ids.append(np.asarray(node.turn.mask_ids, np.int32))
     return {"sampling_counts": counts, "sampling_ids": np.concatenate(ids)}
 
 
-def _heads(
-    path: Sequence[Node], trained: np.ndarray, sampled: np.ndarray, starts: np.ndarray, stops: np.ndarray
-) -> dict[str, np.ndarray]:
-    """Top-k heads of the trained tokens, padded with -1 and -inf; nothing when no trained token has one."""
-    widths = [
-        node.turn.head_ids.shape[1]
-        for node in path
+def _heads(path: Sequence[Node], streams: Streams, trained: np.ndarray) -> dict[str, np.ndarray]:
+    """Top-k heads of the trained tokens, padded with -1 and -inf; nothing when no call had one."""
+    turns = [
+        (node.turn.head_ids, node.turn.head_logprobs, start, stop)
+        for node, start, stop in zip(path, streams.starts, streams.stops, strict=True)
         if node.turn is not None and node.turn.head_ids is not None
     ]
-    if not widths:
+    if not turns:
         return {}
-    ids = np.full((len(trained), max(widths)), -1, np.int32)
+    ids = np.full((len(trained), max(head.shape[1] for head, *_ in turns)), -1, np.int32)
     logprobs = np.full(ids.shape, -np.inf, np.float32)
-    for node, start, stop in zip(path, starts, stops, strict=True):
-        turn = node.turn
-        if turn is not None and turn.head_ids is not None and turn.head_logprobs is not None:
-            width = turn.head_ids.shape[1]
-            where = start + np.flatnonzero(sampled[start:stop])
-            ids[where, :width] = turn.head_ids
-            logprobs[where, :width] = turn.head_logprobs
+    for head_ids, head_logprobs, start, stop in turns:
+        where = start + np.flatnonzero(streams.sampled[start:stop])
+        ids[where, : head_ids.shape[1]] = head_ids
+        logprobs[where, : head_ids.shape[1]] = head_logprobs
     return {"head_ids": ids[trained], "head_logprobs": logprobs[trained]}

@@ -1,10 +1,10 @@
 """Keep an episode's arrays and send on its text (R1, R2).
 
-Called when an episode is final, on a thread: it encodes every branch that trains, writes the blobs, notes them
-in `trace.info["moorage_payload"]`, and strips every per-token array from the traces.
+Called when an episode is final, on a thread: it encodes every branch that trains, writes the blobs, notes
+them in `trace.info["moorage_payload"]`, and strips every per-token array from the traces.
 
-Promises: an episode that is not ok keeps nothing; when one branch cannot be kept, what the episode kept before
-it is discarded and the episode fails with the reason; afterwards no node holds an array.
+Promises: an episode that is not ok keeps nothing; when one branch cannot be kept, what the episode kept
+before it is freed and the episode fails with the reason; afterwards no node holds an array.
 """
 
 from __future__ import annotations
@@ -18,16 +18,15 @@ from verifiers.v1.episode import Episode
 from verifiers.v1.trace import Error, Trace
 
 from moorage.core.errors import PayloadError
-from moorage.env.branches import Branch, Node, build_branch, plan_branches
+from moorage.env.branches import Branch, Node, build_branch, plan_branches, read_streams
+from moorage.env.detectors import Detector
 from moorage.env.turns import SideTable
-from moorage.payload.codec import BranchArrays, Buffer, encode, nbytes_of
+from moorage.payload.codec import Buffer, encode, nbytes_of
 from moorage.records.payload import BranchPayload, TracePayload
 
 INFO_KEY = "moorage_payload"
 KEEP_TIMEOUT_S = 60.0
 """How long a keep may wait for room in the spool."""
-
-Detector = Callable[[BranchArrays], bool]
 
 
 class Keeper(Protocol):
@@ -60,8 +59,10 @@ def keep_episode(
     try:
         if episode.ok:
             for trace in episode.traces:
-                branches = tuple(_keep_branch(b, keep) for b in trainable_branches(trace, side_table))
-                payload = TracePayload(url=url, store=store, detected={}, branches=branches)
+                nodes = read_nodes(trace, side_table)
+                branches = tuple(_keep_branch(branch, keep) for branch in trainable_branches(trace, nodes))
+                detected = _detect(trace, nodes, detectors or {})
+                payload = TracePayload(url=url, store=store, detected=detected, branches=branches)
                 trace.info[INFO_KEY] = msgspec.json.decode(msgspec.json.encode(payload))
     except (PayloadError, ValueError) as error:  # this episode's own arrays: its siblings live on
         spool.free(kept, "env_server")
@@ -86,19 +87,28 @@ def strip_arrays(trace: Trace) -> None:
         node.loss_weights = node.routed_experts = node.sampling_mask = None
 
 
-def trainable_branches(trace: Trace, side_table: SideTable) -> list[Branch]:
+def trainable_branches(trace: Trace, nodes: Sequence[Node]) -> list[Branch]:
     """The branches of a trace that train: none when the agent is not trained or the trace failed."""
     if not trace.ok or not trace.agent.trainable:
         return []
-    nodes = read_nodes(trace, side_table)
-    where = {id(node): number for number, node in enumerate(trace.nodes)}
-    paths = [
-        (branch.index, tuple(where[id(node)] for node in branch.nodes))
-        for branch in trace.branches
-        if branch.trainable
-    ]
+    paths = [(index, path) for index, path, trainable in _paths(trace) if trainable]
     built = (build_branch(nodes, plan) for plan in plan_branches(nodes, paths))
     return [branch for branch in built if branch is not None]
+
+
+def _paths(trace: Trace) -> list[tuple[int, tuple[int, ...], bool]]:
+    """(branch index, node numbers, whether verifiers lets it train) for each branch."""
+    number = {id(node): n for n, node in enumerate(trace.nodes)}
+    return [(b.index, tuple(number[id(node)] for node in b.nodes), b.trainable) for b in trace.branches]
+
+
+def _detect(trace: Trace, nodes: Sequence[Node], detectors: Mapping[str, Detector]) -> dict[str, bool]:
+    """Every detector over every branch, trained or not."""
+    streams = [read_streams(nodes, path) for _, path, _ in _paths(trace)] if detectors else []
+    return {
+        name: any(detector(s.token_ids, s.sampled, s.logprobs) for s in streams)
+        for name, detector in detectors.items()
+    }
 
 
 def read_nodes(trace: Trace, side_table: SideTable) -> list[Node]:

@@ -1,7 +1,8 @@
 """The policy's model client inside verifiers: messages in, tokens and arrays kept, a message out.
 
-The one seam to verifiers is its interception server's `resolve_client`: a config of class `MooredClientConfig`
-gets a `MooredClient`, every other config (frozen or external agents) gets verifiers' own client.
+The one seam to verifiers is its interception server's `resolve_client`: a config of class
+`MooredClientConfig` gets a `MooredClient`, every other config (frozen or external agents) gets verifiers' own
+client.
 
 Promises: a turn that continues a conversation keeps the previous tokens verbatim whenever the renderer can;
 routing rows are asked from the first token that has none, one row early on a continued turn; what the graph
@@ -11,20 +12,22 @@ Does not know: episodes, blobs, how an engine is reached.
 
 from __future__ import annotations
 
+import inspect
 import json
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import verifiers.v1 as vf
 from renderers.base import ToolCallParseStatus
 from verifiers.v1.clients import BaseClientConfig, Client, TrainClientConfig
 from verifiers.v1.clients.train import serialize_completion, tool_to_wire
 from verifiers.v1.dialects import ChatDialect, Dialect
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.errors import ProviderError
-from verifiers.v1.graph import PendingTurn
+from verifiers.v1.graph import MessageNode, PendingTurn
 from verifiers.v1.interception import server as interception
 from verifiers.v1.types import AssistantMessage, Response, SamplingConfig, ToolCall, TurnTokens, Usage
 
@@ -32,20 +35,20 @@ from moorage.core.errors import EngineError
 from moorage.engine.generate import GenerateCall, GenerateClient
 from moorage.engine.parse import Completion
 from moorage.engine.render import RendererPool
+from moorage.env.direct_call import local_interception
 from moorage.env.turns import SideTable, Turn
 
 FINISH_REASONS = {"stop": "stop", "length": "length", "repetition": "stop"}
 
 
 class MooredClientConfig(TrainClientConfig):
-    """Marks a run's own policy: `base_url` is the engine's. Made by `policy_client`, never written by people."""
+    """Marks a run's own policy: `base_url` is the engine's. Made by `policy_client`, not by people."""
 
 
 def policy_client(endpoint: str) -> MooredClientConfig:
     """The client config of a run whose engine is at `endpoint` (`http://host:port`)."""
-    return MooredClientConfig(
-        base_url=endpoint.rstrip("/").removesuffix("/v1"), api_key_var="MOORAGE_ENGINE_KEY"
-    )
+    url = endpoint.rstrip("/").removesuffix("/v1")
+    return MooredClientConfig.model_validate({"base_url": url, "api_key_var": "MOORAGE_ENGINE_KEY"})
 
 
 @dataclass(frozen=True)
@@ -230,10 +233,41 @@ class Prompt:
 
 
 def _continues(tail: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether new messages may follow a sampled turn as they are: tool results, then at most one user turn."""
+    """Whether new messages may follow a sampled turn as they are: tool results, then at most one user."""
     roles = [message["role"] for message in tail]
     return bool(roles) and all(role == "tool" for role in roles[:-1]) and roles[-1] in ("tool", "user")
 
 
 def _num_chars(messages: Sequence[Mapping[str, Any]]) -> int:
     return sum(len(str(message.get("content") or "")) for message in messages)
+
+
+@asynccontextmanager
+async def serving(env: vf.Env, service: ModelService) -> AsyncIterator[None]:
+    """Hold the environment's shared resources; the policy is served by `service`, direct calls in process."""
+    quicken_nodes()
+    with model_seam(service):
+        async with env.serving():
+            with local_interception(env._interception):
+                yield
+
+
+def quicken_nodes() -> None:
+    """Make building a message node cheap. It changes no value.
+
+    verifiers builds nodes with pydantic's `model_construct`, which inspects the signature of each default
+    factory at every call, and for builtins (`list`, `time.time`) that parses source text: a quarter of the
+    CPU of a short rollout. Factories that state their signature are not inspected.
+    """
+    for field in MessageNode.model_fields.values():
+        factory = field.default_factory
+        if factory is not None and not hasattr(factory, "__signature__"):
+            field.default_factory = _stating(factory)
+
+
+def _stating(factory: Callable[..., Any]) -> Callable[[], Any]:
+    def make() -> Any:
+        return factory()
+
+    make.__signature__ = inspect.Signature()  # type: ignore[attr-defined]
+    return make

@@ -17,6 +17,7 @@ from typing import Any
 import verifiers.v1 as vf
 from pydantic import ValidationError
 from verifiers.v1.configs.agent import agent_config_fields
+from verifiers.v1.runtimes import SubprocessConfig
 from verifiers.v1.utils import loaders
 
 from moorage.config.base import explain
@@ -37,6 +38,8 @@ def resolve_env(env: dict[str, Any], split: str) -> tuple[dict[str, Any], int | 
     _choose_harnesses(block, config)
     config = _narrow(block)
     _choose_runtimes(block, config)
+    config = _narrow(block)
+    _choose_interception(block, config)
     config = _narrow(block)
     taskset = _load_taskset(config)
     _check_wire(taskset)
@@ -81,8 +84,8 @@ def _shuffle_seed(shuffle: Any, taskset: vf.Taskset, split: str) -> int | None:
         )
     if not taskset.bounded:
         raise ConfigError(
-            f"taskset.shuffle = {shuffle!r}: {taskset.config.id} has no end, so it cannot be shuffled; remove "
-            "`shuffle`, or bound the taskset (its `num_tasks`, where it has one)"
+            f"taskset.shuffle = {shuffle!r}: {taskset.config.id} has no end, so it cannot be shuffled; "
+            "remove `shuffle`, or bound the taskset (its `num_tasks`, where it has one)"
         )
     seed = shuffle.get("seed", 0)
     if isinstance(seed, bool) or not isinstance(seed, int):
@@ -124,7 +127,7 @@ def _choose_harnesses(block: dict[str, Any], config: vf.EnvConfig) -> None:
 
 
 def _choose_runtimes(block: dict[str, Any], config: vf.EnvConfig) -> None:
-    """Agents without a runtime run here when their harness executes no code; else the line to add is named."""
+    """Agents without a runtime run here when their harness executes no code; else say which line to add."""
     harnesses = config.agent_harnesses()
     for name, agent in agent_config_fields(config).items():
         if "runtime" in agent.model_fields_set:
@@ -133,10 +136,16 @@ def _choose_runtimes(block: dict[str, Any], config: vf.EnvConfig) -> None:
         if harness.EXECUTES_CODE or harness.NEEDS_CONTAINER:
             raise ConfigError(
                 f"env.{name}: harness {harnesses[name].id!r} executes code and no runtime is named; add "
-                f'`[env.{name}.runtime]` with `type = "docker"` (or "subprocess" to run it unprotected on this '
-                "machine)"
+                f'`[env.{name}.runtime]` with `type = "docker"`, or "subprocess" to run it here unprotected'
             )
         block.setdefault(name, {})["runtime"] = {"type": "subprocess"}
+
+
+def _choose_interception(block: dict[str, Any], config: vf.EnvConfig) -> None:
+    """One interception server per worker when every agent runs on this machine, not one per 32 rollouts."""
+    local = all(isinstance(a.runtime, SubprocessConfig) for a in agent_config_fields(config).values())
+    if local and "interception" not in config.model_fields_set:
+        block["interception"] = {"type": "server"}
 
 
 def _check_wire(taskset: vf.Taskset) -> None:

@@ -4,9 +4,9 @@ A verifiers node has no place for weight versions, top-k heads or unusable log-p
 routing rows as base64. So every call's arrays wait here as numpy, keyed by trace and by the node they belong
 to, until `keep` encodes them or the run ends.
 
-Promises: `Run.close()` forgets every trace of the run, whatever its ending; a turn is found by the identity of
-the log-probability list that verifiers stores on the node, so equal answers are never mistaken for each other.
-Does not know: engines, episodes, blobs.
+Promises: `Run.close()` forgets every trace of the run, whatever its ending; a turn is found by the identity
+of the log-probability list that verifiers stores on the node, so equal answers are never mistaken for each
+other. Does not know: engines, episodes, blobs.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ class Turn:
     """The arrays of one model call: a prompt of `prompt_len` tokens and n sampled ones.
 
     `logprobs` float32 [n], nan where unusable. `versions`: (version, start, stop) over the sampled tokens.
-    `policy`: the run's own policy sampled it. `rows` [r, layers, k] routes tokens `rows_start` and on of prompt
-    and completion. `mask_counts` int32 [n], `mask_ids` int32 [sum]. `head_ids`, `head_logprobs` [n, k].
+    `policy`: the run's own policy sampled it. `rows` [r, layers, k] routes tokens `rows_start` and on of
+    prompt and completion. `mask_counts` int32 [n], `mask_ids` int32 [sum]; `head_ids`, `head_logprobs` are
+    [n, k].
     """
 
     prompt_len: int

@@ -55,7 +55,8 @@ class ArithmeticTaskset(vf.Taskset[ArithmeticTask, ArithmeticConfig]):
         indices = itertools.count() if self.config.num_tasks is None else range(self.config.num_tasks)
         for index in indices:
             problem, answer = make_problem(random.Random(f"{self.config.seed}/{index}"), self.config)
-            yield ArithmeticTask(ArithmeticData(prompt=problem, answer=answer), self.config.task)
+            data = ArithmeticData(prompt=problem, answer=answer)  # type: ignore[call-arg]
+            yield ArithmeticTask(data, self.config.task)
 
     def conversations(self, seed: int) -> Iterator[list[dict[str, str]]]:
         """Endless chats for the warm-up: problem and right answer."""

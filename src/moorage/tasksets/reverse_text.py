@@ -21,14 +21,16 @@ from pydantic import Field, model_validator
 
 __all__ = ["ReverseTextTaskset"]
 
-WORDS = tuple(
-    "anchor apple basin beacon bird bridge cabin candle cargo chain cliff cloud coast copper corner crane "
-    "current deck delta drift ember engine fabric falcon ferry field forest gate glass grain harbor hollow "
-    "island ivory jetty kettle ladder lantern layer level lumber maple marble meadow mirror mooring motor "
-    "needle north ocean orchard paddle paper pebble pilot planet plum pocket quarry quiet rail ribbon ripple "
-    "river rope rudder sail salt sand shell signal silver slope south spark stone storm stream summit table "
-    "thread timber tower tunnel valley vessel violet wagon water whistle willow window winter yellow zephyr".split()
-)
+_WORD_LIST = """
+anchor apple basin beacon bird bridge cabin candle cargo chain cliff cloud coast copper corner crane
+current deck delta drift ember engine fabric falcon ferry field forest gate glass grain harbor
+hollow island ivory jetty kettle ladder lantern layer level lumber maple marble meadow mirror
+mooring motor needle north ocean orchard paddle paper pebble pilot planet plum pocket quarry quiet
+rail ribbon ripple river rope rudder sail salt sand shell signal silver slope south spark stone
+storm stream summit table thread timber tower tunnel valley vessel violet wagon water whistle willow
+window winter yellow zephyr
+"""
+WORDS = tuple(_WORD_LIST.split())
 
 STOP_HAZARD = 0.35
 """Chance that a sloppy answer ends before each character."""
@@ -90,7 +92,8 @@ class ReverseTextTaskset(vf.Taskset[ReverseTextTask, ReverseTextConfig]):
         indices = itertools.count() if self.config.num_tasks is None else range(self.config.num_tasks)
         for index in indices:
             text = make_text(random.Random(f"{self.config.seed}/{index}"), self.config)
-            yield ReverseTextTask(ReverseTextData(prompt=text, answer=text[::-1]), self.config.task)
+            data = ReverseTextData(prompt=text, answer=text[::-1])  # type: ignore[call-arg]
+            yield ReverseTextTask(data, self.config.task)
 
     def conversations(self, seed: int) -> Iterator[list[dict[str, str]]]:
         """Endless chats for the warm-up, drawn from `seed`.
