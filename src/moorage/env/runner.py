@@ -22,8 +22,9 @@ from moorage.config.env import EnvServerConfig
 from moorage.core.errors import EnvServerError
 from moorage.engine.generate import GenerateClient
 from moorage.engine.render import RendererPool
+from moorage.env.detectors import make_detectors
 from moorage.env.keep import keep_episode, read_payload
-from moorage.env.model_client import ModelService, model_seam, policy_client
+from moorage.env.model_client import ModelService, policy_client, serving
 from moorage.env.protocol import RunRollout, check_size, encode
 from moorage.env.resolve import load_env, task_from_wire
 from moorage.env.turns import Run, SideTable
@@ -62,6 +63,7 @@ class Runner:
         self.spool = Spool(
             assignment.spool_root, assignment.attempt_key, config.spool_budget_mib << 20, create=False
         )
+        self.detectors = make_detectors(config.detectors, config.model_path)
         self._kept: dict[str, int] = {}
 
     @asynccontextmanager
@@ -76,9 +78,8 @@ class Runner:
             request_timeout_s=self.config.request_timeout_s,
         )
         try:
-            with model_seam(service):
-                async with self.env.serving():
-                    yield
+            async with serving(self.env, service):
+                yield
         finally:
             await engine.close()
             self.spool.close()
@@ -119,6 +120,7 @@ class Runner:
             self.turns,
             self.assignment.payload_url,
             self.assignment.store,
+            self.detectors,
         )
         if not any(node.sampled for trace in episode.traces for node in trace.nodes):
             keep_episode(*args)  # nothing to write
