@@ -59,6 +59,12 @@ class EnvClients(Protocol):
 
     async def run_group(self, call: RolloutCall, n: int) -> Sequence[WireEpisode]: ...
 
+    async def ping(self) -> Any: ...
+
+    def take_abandoned(self) -> list[WireEpisode]: ...
+
+    async def close(self) -> Any: ...
+
 
 @dataclass(frozen=True)
 class Environment:
@@ -240,6 +246,8 @@ class Dispatcher:
             return None
         self._sample_failures[name] = 0
         if chosen is None:
+            if not self.training:
+                return None  # the last batch shipped while this task was sampled
             self.cursors.advance(stream, sampled.epoch, sampled.position)
         return self._open_group(environment, sampled.task, chosen)
 

@@ -70,7 +70,7 @@ def read_episode(
     """The facts of one final episode."""
     payloads = payloads or {}
     traces = tuple(read_trace(trace, payloads.get(trace.id)) for trace in episode.traces)
-    sums = {
+    sums: dict[str, float] = {
         "num_total_tokens": sum(trace.total_tokens for trace in traces),
         "num_input_tokens": sum(trace.input_tokens for trace in traces),
         "num_output_tokens": sum(trace.output_tokens for trace in traces),
@@ -82,8 +82,7 @@ def read_episode(
 
 def read_trace(trace: Any, payload: TracePayload | None = None) -> TraceFacts:
     """The facts of one trace."""
-    branches, input_tokens, output_tokens = count_tokens(trace)
-    completion = sum(call.usage.completion_tokens for call in trace.calls if call.usage is not None)
+    branches, input_tokens, output_tokens, total_tokens = count_tokens(trace)
     return TraceFacts(
         id=trace.id,
         agent=trace.agent.name,
@@ -92,7 +91,7 @@ def read_trace(trace: Any, payload: TracePayload | None = None) -> TraceFacts:
         reward=read_reward(trace),
         input_tokens=input_tokens,
         output_tokens=output_tokens,
-        total_tokens=input_tokens + completion,
+        total_tokens=total_tokens,
         turns=sum(1 for node in trace.nodes if node.sampled),
         branches=branches,
         truncated=trace.is_truncated,
@@ -115,11 +114,11 @@ def read_reward(trace: Any) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def count_tokens(trace: Any) -> tuple[int, int, int]:
-    """(branches, input tokens, output tokens) as verifiers counts them, in one walk over the graph.
+def count_tokens(trace: Any) -> tuple[int, int, int, int]:
+    """(branches, input, output, total tokens) as verifiers counts them, in one walk over the graph.
 
     Input: what each call fed in beyond the call before it on its branch, once per call. Output: summed over
-    branches, so a call shared by branches counts in each.
+    branches, so a call shared by branches counts in each. Total: input, and each call's output once.
     """
     nodes = trace.nodes
     parents = {node.parent for node in nodes if node.parent is not None}
@@ -135,11 +134,12 @@ def count_tokens(trace: Any) -> tuple[int, int, int]:
             at = nodes[at].parent
         path.reverse()
         for call, fed in min_new_input_tokens(path):
-            output_tokens += call.usage.completion_tokens
+            output_tokens += call.usage.completion_tokens if call.usage else 0
             if id(call) not in seen:
                 seen.add(id(call))
                 input_tokens += fed
-    return len(leaves), input_tokens, output_tokens
+    completion = sum(call.usage.completion_tokens for call in trace.calls if call.usage is not None)
+    return len(leaves), input_tokens, output_tokens, input_tokens + completion
 
 
 def read_timing(timing: Any) -> dict[str, float]:

@@ -42,7 +42,7 @@ class Holdings:
 
     def __init__(self, client: Releaser, *, final_timeout_s: float = 20.0) -> None:
         self.custody: dict[Holder, Custody] = {holder: Custody(holder) for holder in HOLDERS}
-        self.released = dict.fromkeys((*HOLDERS, "shutdown"), 0)
+        self.released: dict[str, int] = dict.fromkeys((*HOLDERS, "shutdown"), 0)
         self._client = client
         self._queue: dict[str, list[PayloadRef | PayloadSlice]] = {}
         self._wake = asyncio.Event()
