@@ -24,8 +24,8 @@ import secrets
 import signal
 import time
 import uuid
-from collections import OrderedDict, deque
-from collections.abc import Coroutine
+from collections import deque
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,12 +41,13 @@ from moorage.core.net import advertised_host, node_name
 from moorage.core.parent import watch_parent
 from moorage.core.rundir import Heartbeat, RunDir, write_json_atomic
 from moorage.env import protocol as wire
+from moorage.env.answers import Answers
 from moorage.env.channel import Kind
 from moorage.env.delivery import Abort, Answer, Delivery, Discard, Instruction, Send, State
+from moorage.env.environment import Environment, load_environment
 from moorage.env.leases import Holder, Leases, holder_of
 from moorage.env.port import Port
 from moorage.env.store import Store
-from moorage.env.streams import Streams
 from moorage.env.worker import Assignment
 from moorage.env.workers import Callbacks, Workers
 
@@ -55,15 +56,13 @@ DEADLINE_GRACE_S = 1.0
 """A worker answers for its own deadlines; so long after one the broker does."""
 GONE_S = 30.0
 """A run that was ended and is still there after this takes its worker along."""
-ANSWERS_S = 60.0
-"""Answers to requests that may be asked again are remembered so long."""
+RESEND_S = 2.0
+"""A reply that the client still asks for so long after it was sent is sent again."""
 DRAIN_S = 10.0
 READY_S = 300.0
 FDS_PER_RUN = 3
 """Both ends of a call to the interception server, and the engine's connection."""
 FDS_FIXED = 256
-INLINE_TASKS = 50_000
-"""Streams over more tasks than this are advanced off the loop."""
 log = get_logger(__name__)
 
 
@@ -88,16 +87,6 @@ class CancelWait:
     live: tuple[str, ...]
     left: set[str]
     until: float
-
-
-@dataclass
-class Environment:
-    """What the broker knows of the environment it serves."""
-
-    env_id: str
-    env_data: dict[str, Any]
-    scores_groups: bool
-    streams: Streams
 
 
 @dataclass
@@ -144,11 +133,9 @@ class Broker:
         self._owner = TaskOwner("broker")
         self._runs: dict[str, Run] = {}
         self._queue: deque[str] = deque()
-        self._replies: dict[str, bytes] = {}
-        self._answers: OrderedDict[tuple[bytes, bytes], tuple[float, list[bytes]]] = OrderedDict()
+        self._replies: dict[str, tuple[float, bytes]] = {}
         self._busy: set[tuple[bytes, bytes]] = set()
         self._cancels: list[CancelWait] = []
-        self._outbox: dict[bytes, deque[list[bytes]]] = {}
         self._timers = _Timers()
         self._stream_thread = ThreadPoolExecutor(1, "streams")
         self._draining = False
@@ -178,6 +165,7 @@ class Broker:
         self.address = f"tcp://{advertised_host(host)}:{port}"
         self._monitor = Port(socket.get_monitor_socket(zmq.EVENT_DISCONNECTED), self._on_disconnect)
         self._port = Port(socket, self._on_frames)
+        self._answers = Answers(self._port)
         self._workers = Workers(
             self.config.source.num_workers,
             self.config.source.max_concurrent,
@@ -262,7 +250,7 @@ class Broker:
             self.counts.malformed += 1
             if len(frames) > 2 and wire.REQUEST_ID.fullmatch(frames[1]):
                 message = f"a request has 3 frames [id, method, body], not {len(frames) - 1}"
-                self._send(frames[0], frames[1], wire.ERROR, wire.encode_error("bad_request", message))
+                self._answers.error(frames[0], frames[1], "bad_request", message)
             return
         identity, frame_id, method, body = frames
         try:
@@ -270,7 +258,7 @@ class Broker:
         except EnvServerError as error:
             if error.kind == "bad_request":
                 self.counts.malformed += 1
-            self._send(identity, frame_id, wire.ERROR, wire.encode_error(error.kind, str(error)))
+            self._answers.error(identity, frame_id, error.kind, str(error))
 
     def _handle(self, identity: bytes, frame_id: bytes, method: bytes, body: bytes) -> None:
         request = self._decode(method, body)
@@ -289,8 +277,10 @@ class Broker:
             case wire.Ack():
                 owned, unknown = self.delivery.ack(request.ids, holder.key)
                 for request_id in owned:
-                    self._replies.pop(request_id, None)
-                self._reply(identity, frame_id, wire.AckReply(owned=tuple(owned), unknown=tuple(unknown)))
+                    self._forget(request_id)
+                self._answers.reply(
+                    identity, frame_id, wire.AckReply(owned=tuple(owned), unknown=tuple(unknown))
+                )
             case wire.Cancel():
                 self._cancel(identity, frame_id, holder, request)
             case wire.RunRollout():  # RunGroup is one
@@ -335,15 +325,8 @@ class Broker:
         unknown = []
         for request_id in request.open:
             if self.delivery.knows(request_id, holder.key):
-                if request_id in self._replies:  # the client still waits: its reply may be lost
-                    run = self._runs.get(request_id)
-                    if run is not None:
-                        self._send(identity, run.frame_id, wire.REPLY, self._replies[request_id])
-                continue
-            answered = self._answers.get((identity, request_id.encode()))
-            if answered is not None:
-                self._send_frames(answered[1])
-            else:
+                self._resend(request_id)
+            elif not self._answers.repeat(identity, request_id.encode()):
                 unknown.append(request_id)
         return wire.PingReply(
             server_id=self.server_id,
@@ -352,6 +335,14 @@ class Broker:
             ledger=await self.store.ledger(),
             unknown=tuple(unknown),
         )
+
+    def _resend(self, request_id: str) -> None:
+        """The client still waits for this reply: it may have been lost."""
+        sent, body = self._replies.get(request_id, (0.0, b""))
+        if body and time.monotonic() - sent > RESEND_S:
+            run = self._runs[request_id]
+            self._replies[request_id] = (time.monotonic(), body)
+            self._answers.send(run.identity, run.frame_id, wire.REPLY, body)
 
     def _load(self) -> wire.Load:
         return wire.Load(
@@ -369,44 +360,31 @@ class Broker:
     def _once(self, identity: bytes, frame_id: bytes, request: wire.Request) -> None:
         """Answer a request that must have its effect once, however often it is sent."""
         key = (identity, frame_id)
-        known = self._answers.get(key)
-        if known is not None:
-            self._send_frames(known[1])
-        elif key not in self._busy:
-            self._busy.add(key)
-            if self.streams.num_tasks is not None and self.streams.num_tasks <= INLINE_TASKS:
-                try:
-                    self._remember(identity, frame_id, wire.REPLY, self._stream_call(request))
-                except EnvServerError as error:
-                    self._remember(identity, frame_id, wire.ERROR, wire.encode_error(error.kind, str(error)))
-            else:
-                self._owner.start(self._stream_call_later(identity, frame_id, request), "stream")
+        if key in self._busy or self._answers.repeat(identity, frame_id):
+            return
+        self._busy.add(key)
+        if self.environment.is_quick:
+            self._end_once(key, lambda: self.environment.stream_call(request))
+        else:
+            self._owner.start(self._once_later(key, request), "stream")
 
-    def _stream_call(self, request: wire.Request) -> bytes:
-        match request:
-            case wire.Sample():
-                served = self.streams.sample(request.stream, request.limit)
-                task = wire.encode(served.task.data.model_dump(mode="json"))
-                return wire.encode(
-                    wire.SampleReply(task=msgspec.Raw(task), epoch=served.epoch, position=served.position)
-                )
-            case wire.Restore():
-                self.streams.restore(request.stream, request.epoch, request.position, request.limit)
-            case wire.CloseStream():
-                self.streams.close(request.stream)
-        return wire.encode(wire.Done())
-
-    async def _stream_call_later(self, identity: bytes, frame_id: bytes, request: wire.Request) -> None:
+    async def _once_later(self, key: tuple[bytes, bytes], request: wire.Request) -> None:
         loop = asyncio.get_running_loop()
+        call = loop.run_in_executor(self._stream_thread, self.environment.stream_call, request)
+        await asyncio.wait({call})
+        self._end_once(key, call.result)
+
+    def _end_once(self, key: tuple[bytes, bytes], result: Callable[[], bytes]) -> None:
         try:
-            body = await loop.run_in_executor(self._stream_thread, self._stream_call, request)
-            self._remember(identity, frame_id, wire.REPLY, body)
+            kind, body = wire.REPLY, result()
         except EnvServerError as error:
-            self._remember(identity, frame_id, wire.ERROR, wire.encode_error(error.kind, str(error)))
-        except Exception as error:  # noqa: BLE001 - the taskset's own code failed: the client is told
+            kind, body = wire.ERROR, wire.encode_error(error.kind, str(error))
+        except Exception as error:  # the taskset's own code: the client is told, the server lives on
             log.warning("the taskset failed", exc_info=True)
             text = f"the taskset failed: {type(error).__name__}: {error}"
-            self._remember(identity, frame_id, wire.ERROR, wire.encode_error("task_error", text))
+            kind, body = wire.ERROR, wire.encode_error("task_error", text)
+        self._busy.discard(key)
+        self._answers.remember(*key, kind, body)
 
     # -- runs
 
@@ -487,11 +465,12 @@ class Broker:
             match instruction:
                 case Send(request_id):
                     run = self._runs[request_id]
-                    self._replies[request_id] = body
-                    self._send(run.identity, run.frame_id, wire.REPLY, body)
+                    self._replies[request_id] = (time.monotonic(), body)
+                    self._answers.send(run.identity, run.frame_id, wire.REPLY, body)
                 case Answer(request_id, kind, message):
                     run = self._runs[request_id]
-                    self._remember(run.identity, run.frame_id, wire.ERROR, wire.encode_error(kind, message))
+                    answer = wire.encode_error(kind, message)
+                    self._answers.remember(run.identity, run.frame_id, wire.ERROR, answer)
                 case Abort(request_id):
                     self._timers.add(time.monotonic() + GONE_S, request_id, "gone")
                     self._workers.cancel(request_id)
@@ -518,7 +497,7 @@ class Broker:
             if wait.left and now < wait.until:
                 self._cancels.append(wait)
             else:
-                self._reply(wait.identity, wait.frame_id, wire.CancelReply(live=wait.live))
+                self._answers.reply(wait.identity, wait.frame_id, wire.CancelReply(live=wait.live))
 
     def _drop(self, holder: Holder, kind: str, message: str) -> None:
         self._carry_out(self.delivery.drop(holder.key, kind, message))
@@ -545,42 +524,11 @@ class Broker:
     def _later(self, identity: bytes, frame_id: bytes, coro: Coroutine[Any, Any, msgspec.Struct]) -> None:
         async def answer() -> None:
             try:
-                self._reply(identity, frame_id, await coro)
+                self._answers.reply(identity, frame_id, await coro)
             except EnvServerError as error:
-                self._send(identity, frame_id, wire.ERROR, wire.encode_error(error.kind, str(error)))
+                self._answers.error(identity, frame_id, error.kind, str(error))
 
         self._owner.start(answer(), "answer")
-
-    def _reply(self, identity: bytes, frame_id: bytes, record: msgspec.Struct) -> None:
-        self._send(identity, frame_id, wire.REPLY, wire.encode(record))
-
-    def _remember(self, identity: bytes, frame_id: bytes, kind: bytes, body: bytes) -> None:
-        """Send an answer and keep it for a while: the client asks again when it was lost."""
-        self._busy.discard((identity, frame_id))
-        frames = [identity, frame_id, kind, body]
-        self._answers[identity, frame_id] = (time.monotonic(), frames)
-        self._send_frames(frames)
-
-    def _send(self, identity: bytes, frame_id: bytes, kind: bytes, body: bytes) -> None:
-        self._send_frames([identity, frame_id, kind, body])
-
-    def _send_frames(self, frames: list[bytes]) -> None:
-        waiting = self._outbox.get(frames[0])
-        if waiting is not None:
-            waiting.append(frames)
-        elif not self._port.send(frames):
-            self._outbox[frames[0]] = deque([frames])
-
-    def _flush_outbox(self) -> None:
-        """Try again what could not be delivered. A peer without a lease is not waited for."""
-        if not self._outbox:
-            return
-        leased = {wire.routing_id(h.run_id, h.attempt, h.source) for h in self.leases.holders}
-        for identity, waiting in list(self._outbox.items()):
-            while waiting and self._port.send(waiting[0]):
-                waiting.popleft()
-            if not waiting or identity not in leased:
-                del self._outbox[identity]
 
     # -- the clock
 
@@ -591,9 +539,7 @@ class Broker:
             for request_id, what in self._timers.due(now):
                 self._on_timer(request_id, what)
             self._answer_cancels(now)
-            self._flush_outbox()
-            while self._answers and next(iter(self._answers.values()))[0] < now - ANSWERS_S:
-                self._answers.popitem(last=False)
+            self._answers.tend({wire.routing_id(h.run_id, h.attempt, h.source) for h in self.leases.holders})
             for holder in self.leases.expire(now):
                 log.warning("%s has been silent for %g s and loses its lease", holder, wire.LEASE_S)
                 self._drop(holder, "cancelled", "the lease was lost")
@@ -615,7 +561,7 @@ class Broker:
         elif what == "gone" and state is State.ABORTING:
             self._workers.kill(request_id, f"run {request_id} did not end within {GONE_S:g} s of being ended")
 
-    def _on_disconnect(self, frames: list[bytes]) -> None:
+    def _on_disconnect(self, _: list[bytes]) -> None:
         self.counts.disconnected += 1
 
 
@@ -638,26 +584,6 @@ def _versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in ("moorage", "verifiers")}
 
 
-def load_environment(config: EnvServerConfig) -> Environment:
-    """Resolve the env block and load its taskset. Raises ConfigError."""
-    from verifiers.v1.utils import loaders
-
-    from moorage.env.resolve import load_taskset, resolve_env
-
-    env_data, seed = resolve_env(config.source.env, config.split)
-    taskset = load_taskset(env_data)
-    env_class = loaders.environment_class(env_data["taskset"]["id"], env_data.get("id") or "")
-    streams = Streams(lambda: iter(taskset), infinite=not taskset.bounded, seed=seed)
-    if streams.num_tasks == 0:
-        raise ConfigError(f"taskset {env_data['taskset']['id']}: load() gave no tasks")
-    return Environment(
-        env_id=loaders.resolve_env_config(env_data).env_id,
-        env_data=env_data,
-        scores_groups=hasattr(env_class, "score_group"),
-        streams=streams,
-    )
-
-
 def raise_file_limit(max_concurrent: int) -> None:
     """Allow as many open files as the system does. Raises ConfigError when the runs cannot fit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -671,10 +597,18 @@ def raise_file_limit(max_concurrent: int) -> None:
         )
 
 
+def _on_bug(broker: Broker, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """An exception that nobody caught is a bug of ours: the server says so and stops."""
+    loop.default_exception_handler(context)
+    if isinstance(context.get("exception"), Exception):
+        broker.fail(f"a bug in the broker: {context['exception']!r}")
+
+
 async def serve(config: EnvServerConfig, token: str, environment: Environment) -> int:
     """Run one env server until it is told to stop. Returns the exit code."""
     broker = Broker(config, token, environment)
     loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda loop, context: _on_bug(broker, loop, context))
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, broker.request_stop)
     run = RunDir(config.run_dir)

@@ -29,7 +29,7 @@ from moorage.core.aio import TaskOwner
 from moorage.core.errors import EnvServerError
 from moorage.core.log import get_logger
 from moorage.env import protocol as wire
-from moorage.env.decode import decode_episode
+from moorage.env.decode import decode_episode, decode_episodes
 from moorage.env.port import Port
 from moorage.records.payload import Ledger
 
@@ -125,12 +125,14 @@ class EnvClient:
         self._identity = wire.routing_id(run_id, attempt, source)
         self._who = {"token": token, "run_id": run_id, "attempt": attempt, "source": source}
         self._adopt: tuple[str, ...] = ()
-        self._ids = (f"{prefix}-{n}" for prefix in [os.urandom(8).hex()] for n in itertools.count(1))
+        self._prefix = os.urandom(8).hex()
+        self._numbers = itertools.count(1)
         self._calls: dict[str, _Call] = {}
         self._decided: dict[str, None] = {}
         self._acks = _Batch()
         self._cancels = _Batch()
         self._owner = TaskOwner(f"env client {address}")
+        self._alive: asyncio.Task[Any] | None = None
         self._quiet_ticks = 0
         self._port: Port | None = None
 
@@ -149,7 +151,8 @@ class EnvClient:
                 "unreachable",
                 f"env server {self.address} ({self.source}) did not answer within {timeout_s:g} s",
             ) from None
-        self._owner.start(self._keep_alive(), "keep alive", forever=True)
+        if not self._alive:
+            self._alive = self._owner.start(self._keep_alive(), "keep alive", forever=True)
         return self.hello
 
     def _open_socket(self) -> None:
@@ -188,9 +191,13 @@ class EnvClient:
         return _ledger(reply.ledger)
 
     async def close(self) -> None:
-        """Disconnect. Open calls end with an error; what they ran is freed when the lease is lost."""
+        """Disconnect. Open calls end with an error, and the server is told to end their runs."""
         await self._owner.close()
-        self._end_all("the client was closed")
+        open_runs = tuple(call.id for call in self._calls.values() if call.is_run and call.ack is None)
+        if open_runs and self.dead is None:
+            with contextlib.suppress(EnvServerError):
+                self._send(b"cancel", wire.Cancel(**self._who, ids=open_runs))
+        self._end_all(f"the client of env server {self.address} was closed")
         if self._port is not None:
             self._port.close(linger_ms=500)
             self._port = None
@@ -264,8 +271,10 @@ class EnvClient:
         try:
             async with asyncio.timeout(limit_s):
                 data = await run.reply
-            decoded = msgspec.msgpack.decode(data)
-            episodes = [await decode_episode(e) for e in (decoded if method == b"run_group" else [decoded])]
+            if method == b"run_group":
+                episodes = await decode_episodes(data)
+            else:
+                episodes = [await decode_episode(data)]
         except BaseException as error:
             await self._give_up(run)
             if isinstance(error, TimeoutError):
@@ -326,7 +335,8 @@ class EnvClient:
             raise EnvServerError("unreachable", f"the client of {self.address} is not connected")
         data = wire.encode(body)
         wire.check_size(f"{method.decode()} to env server {self.address}", len(data))
-        call = _Call(next(self._ids), asyncio.get_running_loop().create_future(), is_run)
+        call_id = f"{self._prefix}-{'run' if is_run else 'ask'}-{next(self._numbers)}"
+        call = _Call(call_id, asyncio.get_running_loop().create_future(), is_run)
         if not self._port.send([call.id.encode(), method, data]):
             raise EnvServerError("unreachable", f"env server {self.address} takes no messages")
         self._calls[call.id] = call
@@ -354,7 +364,7 @@ class EnvClient:
         request_id, kind, body = frames[0].decode(errors="replace"), frames[1], frames[2]
         call = self._calls.get(request_id)
         if call is None:
-            if kind == wire.REPLY and request_id not in self._decided and request_id.count("-") == 1:
+            if kind == wire.REPLY and request_id not in self._decided and "-run-" in request_id:
                 self._add(self._cancels, request_id)
         elif call.reply.done():
             if call.ack is not None and not call.ack.done():

@@ -14,6 +14,7 @@ It does not know who asks, nor what a task is.
 
 from __future__ import annotations
 
+import itertools
 import random
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -150,6 +151,10 @@ class Streams:
 
     def __len__(self) -> int:
         return len(self._open)
+
+    def peek(self, count: int) -> list[Any]:
+        """The first tasks in load order, without moving any cursor."""
+        return list(itertools.islice(self._load() if self.infinite else iter(self._tasks), count))
 
     def sample(self, name: str, limit: int | None = None) -> Served:
         """The next task of stream `name`, created on first use."""
