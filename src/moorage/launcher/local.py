@@ -178,8 +178,14 @@ class LocalRun:
 
 def remove_spool(station: Station, run_id: str) -> None:
     """Remove the attempt's spool that an env server has published. Only a folder named after the run goes."""
-    if station.spool is not None and any(run_id in part for part in Path(station.spool).parts):
-        shutil.rmtree(station.spool, ignore_errors=True)
+    if station.spool is None or not any(run_id in part for part in Path(station.spool).parts):
+        return
+    folder = Path(station.spool)
+    shutil.rmtree(folder, ignore_errors=True)
+    while run_id not in folder.name:  # the folders above it, up to the run's own, once they are empty
+        folder = folder.parent
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 @contextlib.contextmanager
