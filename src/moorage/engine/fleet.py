@@ -14,7 +14,6 @@ Does not know episodes, or where weights come from.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -44,6 +43,7 @@ class Fleet:
         keep_cache: bool = False,
         control_timeout_s: float = 60.0,
         load_timeout_s: float = 600.0,
+        dead_after_s: float = DEAD_AFTER_S,
     ) -> None:
         """`keep_cache`: running requests keep their cache over an update (later tokens attend to keys of
         older weights). Otherwise it is computed again from the new weights."""
@@ -56,6 +56,7 @@ class Fleet:
         self.loads = Loads(self.urls)
         self._control_timeout_s = control_timeout_s
         self._load_timeout_s = load_timeout_s
+        self._dead_after_s = dead_after_s
         self._updating = asyncio.Lock()
         self._session: aiohttp.ClientSession | None = None
 
@@ -76,9 +77,10 @@ class Fleet:
         """Load the weights in folder `path` everywhere and label them `version`.
 
         `before_pause` cancels what would be too stale and returns once that is answered. Raises EngineError
-        naming the replica that failed; the run cannot go on then. One update runs at a time.
+        naming the replica that failed; the run cannot go on then. One update runs at a time. A folder
+        without weights is refused before anything is paused: a vLLM told to load it would die.
         """
-        folder = os.path.abspath(path)  # noqa: ASYNC240 - no file is touched
+        folder = await asyncio.to_thread(_checked_folder, path)
         async with self._updating:
             if before_pause is not None:
                 await before_pause()
@@ -113,7 +115,7 @@ class Fleet:
 
     async def watch(self) -> None:
         """Poll for ever (the caller owns the task). Raises EngineError when a replica has not answered for
-        60 s. Unblocked by cancellation."""
+        `dead_after_s`. Unblocked by cancellation."""
         loop = asyncio.get_running_loop()
         heard = loop.time()
         while True:
@@ -121,7 +123,7 @@ class Fleet:
                 await self.poll()
                 heard = loop.time()
             except EngineError:
-                if loop.time() - heard > DEAD_AFTER_S:
+                if loop.time() - heard > self._dead_after_s:
                     raise
             await asyncio.sleep(POLL_S)
 
@@ -213,3 +215,10 @@ class Fleet:
         if self._session is None:
             self._session = open_session()
         return self._session
+
+
+def _checked_folder(path: str | Path) -> str:
+    folder = Path(path).absolute()
+    if not any(folder.glob("*.safetensors")):
+        raise EngineError(f"{folder} holds no *.safetensors; no engine was asked to load it")
+    return str(folder)

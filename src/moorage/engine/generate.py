@@ -46,11 +46,11 @@ class PromptTooLongError(EngineError):
 @dataclass(frozen=True)
 class GenerateCall:
     """One call. `sampling`: the engine's sampling parameters as they are (temperature, top_k, max_tokens,
-    stop_token_ids and so on); log-probabilities are always asked for, `head_k` of them or one.
+    stop_token_ids and so on); log-probabilities are always asked for.
 
     `deadline_s` counts from now. `session_id` keeps the turns of a conversation together at a router.
     `cache_salt` separates prefix caches. `routed_experts_prompt_start`: first prompt token to return routing
-    rows for.
+    rows for. `head_k`: size of the top-k head of each sampled token, 0 for none.
     """
 
     url: str
@@ -229,7 +229,10 @@ class GenerateClient:
 def make_body(call: GenerateCall) -> bytes:
     """The JSON body of a call. Unset sampling parameters are left to the engine."""
     sampling = {key: value for key, value in call.sampling.items() if value is not None}
-    sampling["logprobs"] = max(1, call.head_k)
+    # One more than the head: a sampled token outside it is listed first and takes a place.
+    sampling["logprobs"] = call.head_k + 1
+    if call.head_k:
+        sampling["flat_logprobs"] = True  # vLLM then keeps them in arrays, which costs it far less
     # Without stop strings nobody needs text: vLLM then decodes none of the K + 1 candidates per token.
     sampling["detokenize"] = bool(sampling.get("stop"))
     if call.routed_experts_prompt_start:

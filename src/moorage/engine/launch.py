@@ -93,8 +93,9 @@ def _shape(engine: InferenceConfig, is_moe: bool) -> list[str]:
 def _returns(engine: InferenceConfig) -> list[str]:
     """What comes back beside the tokens."""
     flags = ["--logprobs-mode", "processed_logprobs"]
-    if (engine.head_k or 0) > DEFAULT_MAX_LOGPROBS:
-        flags += ["--max-logprobs", str(engine.head_k)]
+    asked = (engine.head_k or 0) + 1  # as `generate.make_body` asks
+    if asked > DEFAULT_MAX_LOGPROBS:
+        flags += ["--max-logprobs", str(asked)]
     if engine.routed_experts:
         flags += ["--enable-return-routed-experts"]
     if engine.sampling_mask:

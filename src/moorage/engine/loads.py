@@ -79,6 +79,11 @@ class Loads:
         seen = self._gauges[url].running + self._gauges[url].waiting
         return max(self._own[url], seen + self._own[url] - self._own_when_polled[url])
 
+    @property
+    def num_sessions(self) -> int:
+        """Sessions that are remembered."""
+        return len(self._sessions)
+
     def pick(self, session: str) -> str:
         """The replica for `session`."""
         url = self._sessions.get(session)

@@ -182,7 +182,8 @@ def _heads(entries: list[dict[str, Any]], token_ids: list[int], head_k: int) -> 
 
 
 def _head(listed: Any, token: int, head_k: int) -> dict[int, float]:
-    """The `head_k` likeliest distinct ids. The sampled token, listed first, yields its place in a tie."""
+    """The `head_k` likeliest distinct ids of those listed, the sampled token first among them whatever its
+    rank; it yields its place in a tie."""
     values: dict[int, float] = {}
     for item in listed:
         value = _usable(item)
