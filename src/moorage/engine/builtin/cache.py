@@ -1,18 +1,18 @@
 """Keys and values of running sequences, one slot each.
 
-Layout: [layers, slots, kv heads, length, dim], so that a layer's share of the first n slots and first m positions
-is one strided view, which attention reads without a copy. Promises:
+Layout: [layers, slots, kv heads, length, dim], so that a layer's share of the first n slots and first m
+positions is one strided view, which attention reads without a copy. Promises:
 - slots 0..n-1 are the running ones: the scheduler moves the last into a gap (`move`);
 - a position at or beyond a sequence's length is never looked at, whatever it holds; memory starts at zero, so
   that what is masked is at least finite;
-- it grows by doubling, up to what was asked for, and holds no more than was ever needed.
+- it grows by doubling, and holds no more than was ever needed.
 
 Routing rows (the experts that each position chose) lie beside the keys under the same addresses.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,7 +23,8 @@ MIN_SLOTS = 8
 
 @dataclass(slots=True)
 class Block:
-    """A copy of one sequence's first positions: key and value [layers, kv heads, length, dim], rows [length, ...]."""
+    """A copy of one sequence's first positions: key and value [layers, kv heads, length, dim], rows [length,
+    layers, k]."""
 
     key: torch.Tensor
     value: torch.Tensor
@@ -34,8 +35,65 @@ class Block:
         return self.key.nbytes + self.value.nbytes + (0 if self.rows is None else self.rows.nbytes)
 
 
+@dataclass(slots=True)
+class Layout:
+    """The queries of one forward, side by side in a single row of tokens.
+
+    First one query for each of slots 0..decoding-1, at `decode_at` [decoding]; then a rectangle of `fed`
+    rows x `width` queries for slots decoding..decoding+fed-1, at `fed_at` [fed, width]. `decode_keys` and
+    `fed_keys`:
+    how many keys per slot the two parts look at. `fresh`: the fed rows begin at position 0 and look at
+    their own keys only.
+    """
+
+    decode_at: torch.Tensor
+    decode_keys: int
+    fed_at: torch.Tensor
+    fed_keys: int
+    fresh: bool
+    cache: SlotCache
+    _masks: dict[tuple[str, int | None], torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def decoding(self) -> int:
+        return self.decode_at.shape[0]
+
+    @property
+    def fed(self) -> int:
+        return self.fed_at.shape[0]
+
+    @property
+    def width(self) -> int:
+        return self.fed_at.shape[1]
+
+    def positions(self) -> torch.Tensor:
+        """[1, tokens]"""
+        if not self.fed:
+            return self.decode_at[None]
+        return torch.cat((self.decode_at, self.fed_at.flatten()))[None]
+
+    def decode_mask(self, sliding: int | None) -> torch.Tensor:
+        """bool [decoding, 1, 1, decode_keys], True where a query may look."""
+        return self._mask(("decode", sliding), self.decode_at[:, None], self.decode_keys)
+
+    def fed_mask(self, sliding: int | None) -> torch.Tensor:
+        """bool [fed, 1, width, fed_keys], True where a query may look."""
+        return self._mask(("fed", sliding), self.fed_at, self.fed_keys)
+
+    def _mask(self, name: tuple[str, int | None], at: torch.Tensor, num_keys: int) -> torch.Tensor:
+        if name not in self._masks:
+            keys = torch.arange(num_keys, device=at.device)
+            at = at[:, None, :, None]
+            allowed = keys <= at
+            if name[1] is not None:
+                allowed &= keys > at - name[1]
+            self._masks[name] = allowed
+        return self._masks[name]
+
+
 class SlotCache:
-    """Duck-typed transformers cache. `begin_*` says what the next forward writes and reads."""
+    """Duck-typed transformers cache: `begin` says where the next forward writes, `update` writes one
+    layer."""
 
     is_compileable = False
 
@@ -48,16 +106,17 @@ class SlotCache:
         self.rows: torch.Tensor | None = None
         self._row_shape = row_shape
         self._row_dtype = row_dtype
-        self._write: Any = None
-        self._read = (0, 0, 0)
-        self._fresh = False
+        self._layout: Layout
+        self._decode_slots = torch.arange(0)
+        self._decode_index: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._layer = 0
 
     def reserve(self, slots: int, length: int) -> None:
         """Room for `slots` sequences of `length` positions, keeping what is there."""
         if slots <= self.slots and length <= self.length:
             return
-        self.slots = max(self.slots, _round_up(slots, MIN_SLOTS))
-        self.length = max(self.length, _round_up(length, MIN_LENGTH))
+        self.slots = _round_up(max(slots, self.slots), MIN_SLOTS)
+        self.length = _round_up(max(length, self.length), MIN_LENGTH)
         self.key, self.value = self._grow(self.key), self._grow(self.value)
         if self.rows is not None:
             grown = self.rows.new_zeros(self.slots, self.length, *self.rows.shape[2:])
@@ -72,53 +131,84 @@ class SlotCache:
         new[:, :slots, :, :length] = old
         return new
 
-    def begin_fresh(self, base: int, count: int, num_queries: int) -> None:
-        """The next forward fills positions 0..num_queries-1 of slots base..base+count-1 and reads only its own."""
-        self._fresh = True
-        self._read = (base, count, num_queries)
-
-    def begin(self, base: int, count: int, positions: torch.Tensor, num_keys: int) -> None:
-        """The next forward writes `positions` [count, queries] of slots from `base`, reads positions < num_keys."""
-        self._fresh = False
-        self._read = (base, count, num_keys)
-        slots = torch.arange(base, base + count, device=positions.device)
-        self._write = (slots[:, None], positions) if positions.shape[1] > 1 else (slots, positions[:, 0])
+    def begin(self, layout: Layout) -> None:
+        """The next forward is `layout`; room for it has been reserved."""
+        self._layout = layout
+        self._decode_index = None
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """transformers' hook: store one layer's keys and values [count, heads, queries, dim], return what to read."""
+        """transformers' hook: store one layer's keys and values [1, heads, tokens, dim]; they are given
+        back."""
         if self.key is None or self.value is None:
             shape = (self.num_layers, self.slots, key.shape[1], self.length)
             self.key = key.new_zeros(*shape, key.shape[-1])
             self.value = value.new_zeros(*shape, value.shape[-1])
-        base, count, num_keys = self._read
-        keys, values = self.key[layer], self.value[layer]
-        if self._fresh:
-            keys[base : base + count, :, :num_keys] = key
-            values[base : base + count, :, :num_keys] = value
-            return key, value
-        slots, positions = self._write
-        if key.shape[2] == 1:
-            keys[slots, :, positions] = key[:, :, 0]
-            values[slots, :, positions] = value[:, :, 0]
-        else:
-            keys[slots, :, positions] = key.transpose(1, 2)
-            values[slots, :, positions] = value.transpose(1, 2)
-        return keys[base : base + count, :, :num_keys], values[base : base + count, :, :num_keys]
+        self._layer = layer
+        self._write(self.key[layer], key[0])
+        self._write(self.value[layer], value[0])
+        return key, value
+
+    def _write(self, buffer: torch.Tensor, new: torch.Tensor) -> None:
+        """buffer [slots, heads, length, dim], new [heads, tokens, dim]."""
+        layout = self._layout
+        slots, heads, length, dim = buffer.shape
+        n = layout.decoding
+        if n:
+            index = self._flat_index(n, heads, length)
+            rows = new[:, :n].transpose(0, 1).reshape(n * heads, dim)
+            buffer.view(slots * heads * length, dim).index_copy_(0, index, rows)
+        if layout.fed:
+            rows = new[:, n:].view(heads, layout.fed, layout.width, dim)
+            target = buffer[n : n + layout.fed]
+            if layout.fresh:
+                target[:, :, : layout.width] = rows.transpose(0, 1)
+            else:
+                at = torch.arange(layout.fed, device=new.device)
+                target[at[:, None], :, layout.fed_at] = rows.permute(1, 2, 0, 3)
+
+    def _flat_index(self, n: int, heads: int, length: int) -> torch.Tensor:
+        """Where the keys of the decoded queries go in a layer's buffer seen as [slots * heads * length,
+        dim]."""
+        if self._decode_index is None or self._decode_index[0].shape[0] != n * heads:
+            device = self._layout.decode_at.device
+            base = torch.arange(n * heads, device=device).view(n, heads) * length
+            flat = (base + self._layout.decode_at[:, None]).flatten()
+            self._decode_index = (flat, base)
+        return self._decode_index[0]
+
+    def decode_keys(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [decoding, heads, decode_keys, dim] of the layer that was updated last."""
+        n, m = self._layout.decoding, self._layout.decode_keys
+        assert self.key is not None
+        assert self.value is not None
+        return self.key[self._layer, :n, :, :m], self.value[self._layer, :n, :, :m]
+
+    def fed_keys(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [fed, heads, fed_keys, dim] of the layer that was updated last."""
+        n, m = self._layout.decoding, self._layout.fed_keys
+        slots = slice(n, n + self._layout.fed)
+        assert self.key is not None
+        assert self.value is not None
+        return self.key[self._layer, slots, :, :m], self.value[self._layer, slots, :, :m]
 
     def put_rows(self, chosen: torch.Tensor) -> None:
-        """Routing rows [count, queries, layers, k] of the forward that just ran."""
-        base, count, num_keys = self._read
+        """Routing rows [tokens, layers, k] of the forward that just ran."""
+        layout = self._layout
         if self.rows is None:
             assert self._row_shape is not None
-            self.rows = chosen.new_zeros(self.slots, self.length, *self._row_shape, dtype=self._row_dtype)
+            shape = (self.slots, self.length, *self._row_shape)
+            self.rows = chosen.new_zeros(shape, dtype=self._row_dtype)
         chosen = chosen.to(self._row_dtype)
-        if self._fresh:
-            self.rows[base : base + count, :num_keys] = chosen
-            return
-        slots, positions = self._write
-        self.rows[slots, positions] = chosen if positions.ndim == 2 else chosen[:, 0]
+        n = layout.decoding
+        if n:
+            self.rows[torch.arange(n, device=chosen.device), layout.decode_at] = chosen[:n]
+        if layout.fed:
+            slots = torch.arange(n, n + layout.fed, device=chosen.device)
+            self.rows[slots[:, None], layout.fed_at] = chosen[n:].view(
+                *layout.fed_at.shape, *chosen.shape[1:]
+            )
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of slot `source` over slot `target`."""

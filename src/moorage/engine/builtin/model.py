@@ -1,6 +1,6 @@
 """The served model: any transformers causal LM whose attention the slot cache can carry.
 
-`Runner` feeds tokens and gives next-token logits; it owns the weights, the cache and the router tap. Promises:
+`Runner` feeds tokens and gives next-token logits; it owns weights, cache and router tap. Promises:
 - `check()` compares the cached path with a plain forward of the same model, so a family that the cache cannot
   carry is refused at start and not served wrongly;
 - `reload()` changes all weights or none;
@@ -20,19 +20,20 @@ from transformers.utils import logging as transformers_logging
 
 from moorage.core.errors import ConfigError
 from moorage.engine.builtin import attention
-from moorage.engine.builtin.cache import SlotCache
+from moorage.engine.builtin.cache import Layout, SlotCache
 from moorage.engine.builtin.routing import RouterTap
 from moorage.engine.builtin.weights import model_tensors, read_weights
 
 KEY_ROUND = 16
 """Keys read per row are rounded up to a multiple of this, so that kernels see few shapes."""
 
+_NONE = np.zeros(0, dtype=np.int64)
 _CARRIED_LAYERS = {"full_attention", "sliding_attention"}
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 
 class Runner:
-    """`prefill` and `decode` for sequences in slots."""
+    """One forward after another, for sequences in slots."""
 
     def __init__(self, model: PreTrainedModel, *, routed_experts: bool = False) -> None:
         self.model = model.eval()
@@ -51,71 +52,64 @@ class Runner:
         self.cache = SlotCache(self.num_layers, row_shape, row_dtype)
         names = inspect.signature(model.forward).parameters
         self._cache_name = "cache" if "cache" in names else "past_key_values"
-        self._last: torch.Tensor | None = None
+        self._picked: torch.Tensor | None = None
         head = model.get_output_embeddings()
         if head is None:
             raise ConfigError(
                 f"{type(model).__name__} has no output embedding; it is not a causal language model"
             )
-        head.register_forward_pre_hook(self._pick_last)
+        head.register_forward_pre_hook(self._pick_rows)
 
-    def _pick_last(self, _: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        if self._last is None:
-            return None
-        hidden = args[0]
-        rows = torch.arange(hidden.shape[0], device=hidden.device)
-        return (hidden[rows, self._last][:, None], *args[1:])
+    def _pick_rows(self, _: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Hook before the output embedding: only the rows whose next token is wanted."""
+        return None if self._picked is None else (args[0][:, self._picked], *args[1:])
 
-    def _forward(self, ids: torch.Tensor, window: attention.Window) -> torch.Tensor:
+    def step(
+        self, last: np.ndarray, positions: np.ndarray, sequences: list[np.ndarray], cached: list[int]
+    ) -> torch.Tensor:
+        """One forward: a token for each running slot, and the beginning of new sequences.
+
+        `last` and `positions` (int64 [n]): the token of each of slots 0..n-1 and where it goes.
+        sequences[i] is fed into slot n + i from token cached[i] on; what is before lies in the slot
+        already. Returns logits [n + len(sequences), vocab] of the tokens that come next.
+        """
+        n = len(last)
+        longest = int(positions.max()) + 1 if n else 0
+        fed, counts, starts = _rectangle(sequences, cached)
+        width = fed.shape[1]
+        fed_keys = int(starts.max()) + width if sequences else 0
+        self.cache.reserve(n + len(sequences), max(longest, fed_keys))
+        fresh = not starts.any()
+        layout = Layout(
+            decode_at=torch.from_numpy(positions).to(self.device),
+            decode_keys=self._round(longest),
+            fed_at=torch.from_numpy(starts[:, None] + np.arange(width)).to(self.device),
+            fed_keys=width if fresh else self._round(fed_keys),
+            fresh=fresh,
+            cache=self.cache,
+        )
+        ids = np.concatenate((last, fed.ravel())) if sequences else last
+        if sequences:
+            ends = n + np.arange(len(sequences)) * width + counts - 1
+            self._picked = torch.from_numpy(np.concatenate((np.arange(n), ends))).to(self.device)
+        try:
+            return self._forward(torch.from_numpy(ids).to(self.device), layout)
+        finally:
+            self._picked = None
+
+    def _forward(self, ids: torch.Tensor, layout: Layout) -> torch.Tensor:
+        self.cache.begin(layout)
         out = self.model(
-            input_ids=ids,
-            position_ids=window.positions,
+            input_ids=ids[None],
+            position_ids=layout.positions(),
             use_cache=True,
-            window=window,
+            layout=layout,
             return_dict=True,
             **{self._cache_name: self.cache},
         )
         if self.router is not None:
-            chosen = self.router.take()
-            self.cache.put_rows(chosen.view(*ids.shape, *chosen.shape[1:]))
-        return out.logits[:, 0]
-
-    def prefill(self, base: int, sequences: list[np.ndarray], cached: list[int]) -> torch.Tensor:
-        """Feed sequences[i][cached[i]:] into slot base + i; logits [count, vocab] after the last token of each.
-
-        Positions below cached[i] are already in the slot.
-        """
-        counts = [len(s) - c for s, c in zip(sequences, cached, strict=True)]
-        width = max(counts)
-        ids = np.zeros((len(sequences), width), dtype=np.int64)
-        for row, (sequence, start) in enumerate(zip(sequences, cached, strict=True)):
-            ids[row, : counts[row]] = sequence[start:]
-        starts = np.asarray(cached, dtype=np.int64)
-        positions = torch.from_numpy(starts[:, None] + np.arange(width)).to(self.device)
-        fresh = not starts.any()
-        self.cache.reserve(base + len(sequences), int(starts.max()) + width)
-        if fresh:
-            self.cache.begin_fresh(base, len(sequences), width)
-            window = attention.Window(positions, width, causal=True)
-        else:
-            num_keys = self._round(int(starts.max()) + width)
-            self.cache.begin(base, len(sequences), positions, num_keys)
-            window = attention.Window(positions, num_keys, causal=False)
-        self._last = torch.tensor(counts, device=self.device) - 1
-        try:
-            return self._forward(torch.from_numpy(ids).to(self.device), window)
-        finally:
-            self._last = None
-
-    def decode(self, last: np.ndarray, positions: np.ndarray) -> torch.Tensor:
-        """Feed one token to each of slots 0..n-1 at its position; logits [n, vocab]. int64 [n] both."""
-        longest = int(positions.max()) + 1
-        self.cache.reserve(len(last), longest)
-        num_keys = self._round(longest)
-        at = torch.from_numpy(positions).to(self.device)[:, None]
-        self.cache.begin(0, len(last), at, num_keys)
-        window = attention.Window(at, num_keys, causal=False)
-        return self._forward(torch.from_numpy(last).to(self.device)[:, None], window)
+            self.cache.put_rows(self.router.take())
+        return out.logits[0]
 
     def _round(self, num_keys: int) -> int:
         return min(self.cache.length, -(-num_keys // KEY_ROUND) * KEY_ROUND)
@@ -141,22 +135,22 @@ class Runner:
         tokens = (np.arange(length, dtype=np.int64) * 7919 + 3) % self.vocab_size
         half = length // 2
         try:
-            steps = [self.prefill(0, [tokens[:half]], [0])]
+            steps = [self.step(_NONE, _NONE, [tokens[:half]], [0])]
             for at in range(half, length):
-                steps.append(self.decode(tokens[at : at + 1].copy(), np.array([at])))
+                steps.append(self.step(tokens[at : at + 1], np.array([at]), [], []))
             cached = torch.cat(steps).float().log_softmax(-1)
         except (TypeError, AttributeError, RuntimeError, IndexError, ValueError) as error:
             raise ConfigError(
-                f"the built-in engine cannot run {type(self.model).__name__} ({error!r}); use inference.backend = "
-                '"vllm"'
+                f"the built-in engine cannot run {type(self.model).__name__} ({error!r}); "
+                'use inference.backend = "vllm"'
             ) from error
         plain = self.plain_logprobs(tokens)[half - 1 :]
         error = float((cached - plain).abs().max())
         allowed = 1e-3 if self.model.dtype == torch.float32 else 0.5
         if not error <= allowed:
             raise ConfigError(
-                f"the built-in engine computes {type(self.model).__name__} wrongly (log-probabilities differ by "
-                f'{error:.3g} from a plain forward); use inference.backend = "vllm"'
+                f"the built-in engine computes {type(self.model).__name__} wrongly (log-probabilities differ "
+                f'by {error:.3g} from a plain forward); use inference.backend = "vllm"'
             )
 
     @torch.inference_mode()
@@ -170,6 +164,16 @@ class Runner:
             self.model.set_attn_implementation(attention.NAME)
 
 
+def _rectangle(sequences: list[np.ndarray], cached: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(tokens to feed, right-padded [rows, width]; how many are real; position of the first) per sequence."""
+    starts = np.asarray(cached, dtype=np.int64)
+    counts = np.asarray([len(sequence) for sequence in sequences], dtype=np.int64) - starts
+    fed = np.zeros((len(sequences), int(counts.max()) if sequences else 0), dtype=np.int64)
+    for row, (sequence, start) in enumerate(zip(sequences, cached, strict=True)):
+        fed[row, : counts[row]] = sequence[start:]
+    return fed, counts, starts
+
+
 def check_config(config: Any) -> None:
     """Refuse what the slot cache cannot carry. Raises ConfigError naming it."""
     layers = set(getattr(config, "layer_types", None) or ()) - _CARRIED_LAYERS
@@ -179,8 +183,8 @@ def check_config(config: Any) -> None:
         raise ConfigError(f"layer types {sorted(layers)} are not served by the built-in engine")
     if kind in _LENGTH_DEPENDENT_ROPE:
         raise ConfigError(
-            f"rope_type {kind!r} makes a sequence's values depend on its neighbours' length; the built-in engine "
-            "does not serve it"
+            f"rope_type {kind!r} makes a sequence's values depend on its neighbours' length; the built-in "
+            "engine does not serve it"
         )
 
 
@@ -193,7 +197,8 @@ def load_runner(path: str, *, device: str, dtype: str, routed_experts: bool = Fa
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model.path {path!r} cannot be loaded: {error}") from error
-    runner = Runner(model.to(pick_device(device)), routed_experts=routed_experts)
+    model.to(pick_device(device))  # type: ignore[arg-type]
+    runner = Runner(model, routed_experts=routed_experts)
     runner.check()
     return runner
 

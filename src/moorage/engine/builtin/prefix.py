@@ -2,7 +2,8 @@
 
 Pure bookkeeping: what a stored block is, only the caller knows (it needs `nbytes`). Promises:
 - a hit is token for token equal, under the same salt; a hash only finds the candidate;
-- everything in the store was computed by one version of the weights: the scheduler clears it when they change;
+- everything in the store was computed by one version of the weights: the scheduler clears it when they
+  change;
 - it holds at most `budget_bytes`; what was used longest ago goes first.
 """
 
@@ -48,7 +49,8 @@ class PrefixStore(Generic[BlockT]):
         return len(self._entries)
 
     def find(self, salt: str, keys: tuple[int, ...], tokens: np.ndarray) -> tuple[int, BlockT | None]:
-        """(number of leading `tokens` that a stored block covers, the block). `keys` are chain_keys(salt, tokens)."""
+        """(number of leading `tokens` that a stored block covers, the block). `keys` are chain_keys(salt,
+        tokens)."""
         number = None
         for key in keys:
             found = self._index.get(key)

@@ -1,8 +1,8 @@
 """What one model call asks for, and what is known of it so far.
 
-`SamplingParams` are vLLM's, as far as this engine carries them out; a parameter that would change the result and
-is not carried out is refused, never ignored. `Request` is the scheduler's own mutable record: it is touched by
-the engine thread only, until the scheduler hands it back with a `finish_reason`.
+`SamplingParams` are vLLM's, as far as this engine carries them out; a parameter that would change the
+result and is not carried out is refused, never ignored. `Request` is the scheduler's own mutable record: it
+is touched by the engine thread only, until the scheduler hands it back with a `finish_reason`.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ class Request:
     """One sequence being generated.
 
     `prompt` + `out` are all tokens known; the last one of `out` has not been fed to the model yet.
-    `versions` holds (label, first output token) pairs. `reported_rows` are routing rows saved before the cache
-    was recomputed under other weights: a row belongs to the weights that sampled the token after it.
+    `versions` holds (label, first output token) pairs. `reported_rows` are routing rows saved before the
+    cache was recomputed under other weights: a row belongs to the weights that sampled the token after it.
     """
 
     id: str
@@ -151,7 +151,8 @@ class Request:
         return np.concatenate([self.prompt, np.asarray(self.out, dtype=np.int64)])
 
     def spans(self) -> list[tuple[str, int, int]]:
-        """(label, start, end) over the output tokens, contiguous; equal neighbours joined, empty ones left out."""
+        """(label, start, end) over the output tokens, contiguous; equal neighbours joined, empty ones left
+        out."""
         ends = [start for _, start in self.versions[1:]] + [len(self.out)]
         spans: list[tuple[str, int, int]] = []
         for (label, start), end in zip(self.versions, ends, strict=True):

@@ -1,8 +1,9 @@
 """Which experts a mixture-of-experts model chose, for any transformers family.
 
-The router class is what the model itself declares for `router_logits`. While a router's forward runs, calls of
-`torch.topk` on [tokens, experts] with the router's k are seen, and the indices kept. A router must make exactly
-one such call, so a family that chooses in another way fails at once and loudly, instead of reporting wrong rows.
+The router class is what the model itself declares for `router_logits`. While a router's forward runs, calls
+of `torch.topk` on [tokens, experts] with the router's k are seen, and the indices kept. A router must make
+exactly one such call, so a family that chooses in another way fails at once and loudly, instead of
+reporting wrong rows.
 """
 
 from __future__ import annotations

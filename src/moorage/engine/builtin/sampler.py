@@ -1,12 +1,12 @@
 """From logits to tokens: temperature, min-p, top-k, top-p, in vLLM's order, and what is reported of it.
 
 The distribution that a token is drawn from is the one that is reported ("processed" log-probabilities):
-log_softmax in float32 of the logits after division by the temperature, over the kept set only. Greedy rows are
-not divided and not truncated.
+log_softmax in float32 of the logits after division by the temperature, over the kept set only. Greedy rows
+are not divided and not truncated.
 
 Drawing is by inverse distribution function from one uniform number per token, which is a hash of (seed of the
-request, index of the token). So a request's tokens depend on its own seed and on nothing else in the batch, and
-a request continued after a pause draws what it would have drawn.
+request, index of the token). So a request's tokens depend on its own seed and on nothing else in the batch,
+and a request continued after a pause draws what it would have drawn.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which sequences run in the next step: admission, decoding, ending, and what a change of weights means.
 
-One `step()` admits waiting requests into free slots, feeds their prompts, and decodes one token of every running
-sequence. Promises:
+One `step()` admits waiting requests into free slots, feeds their prompts, and decodes one token of every
+running sequence. Promises:
 - running sequence i sits in slot i; when one ends, the last moves into its place;
 - a request leaves exactly once, with a finish reason, and leaves nothing behind;
 - a prefix is taken over only from sequences that the present weights computed (`epoch`) under the same salt;
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,9 +27,12 @@ from moorage.engine.builtin.prefix import BLOCK, PrefixStore, chain_keys
 from moorage.engine.builtin.request import Request
 from moorage.engine.builtin.sampler import Plan, Sampled, hash_seed, sample, uniforms
 
+SMALL_FEED = 512
+"""Padding does not matter below so many tokens."""
 PREFIX_BYTES = 512 << 20
 SHARE_TOKENS = 4 * BLOCK
-"""A request waits one step for a sibling that is being fed when they share this many tokens not yet stored."""
+"""A request waits one step for a sibling that is being fed when they share this many tokens not yet
+stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +90,21 @@ class Scheduler:
     @torch.inference_mode()
     def step(self) -> list[Request]:
         """Advance every sequence by one token; the requests that ended or that stream, each once."""
+        group = self._admit() if self.admitting and self.waiting else []
+        decoding = len(self.running)
+        if not decoding and not group:
+            return []
         self.totals.steps += 1
-        touched = self._feed(self._admit()) if self.admitting and self.waiting else []
-        if self.running:
-            count = len(self.running)
-            logits = self.runner.decode(self._last[:count], self._position[:count])
-            self._position[:count] += 1
-            touched += self._advance(logits, 0, count)
-        return list(dict.fromkeys(touched)) if len(touched) > 1 else touched
+        sequences = self._place(group)
+        logits = self.runner.step(
+            self._last[:decoding],
+            self._position[:decoding],
+            sequences,
+            [cached for _, cached, _ in group],
+        )
+        self._position[:decoding] += 1
+        self._join(group)
+        return self._draw(logits)
 
     @torch.inference_mode()
     def abort(self, ids: Iterable[str]) -> list[Request]:
@@ -110,6 +120,11 @@ class Scheduler:
         for row in rows:
             self.running[row].finish_reason = "abort"
         return ended + self._reap(rows)
+
+    def cache_share(self) -> float:
+        """Share of all positions that running sequences fill."""
+        count = len(self.running)
+        return float(self._position[:count].sum()) / (self.limits.max_num_seqs * self.limits.max_model_len)
 
     def all_ids(self) -> list[str]:
         """Ids of everything running or waiting."""
@@ -127,7 +142,8 @@ class Scheduler:
         self._plan = None
 
     def reload(self, folder: Path) -> None:
-        """Take new weights. Raises EngineError with everything as it was. Running requests keep their keys."""
+        """Take new weights. Raises EngineError with everything as it was. Running requests keep their
+        keys."""
         self.runner.reload(folder)
         self.epoch += 1
         self.prefixes.clear()
@@ -141,22 +157,26 @@ class Scheduler:
         free = self.limits.max_num_seqs - len(self.running)
         later: list[Request] = []
         feeding: set[int] = set()
-        widest = 0
+        widest = total = 0
         while self.waiting and len(group) < free:
             request = self.waiting[0]
             cached, block, keys = self._find_prefix(request)
-            width = max(widest, request.num_known - cached)
-            if group and width * (len(group) + 1) > self.limits.prefill_tokens:
+            new = request.num_known - cached
+            if group and not self._fits(max(widest, new) * (len(group) + 1), total + new):
                 break
             self.waiting.popleft()
             if feeding and not feeding.isdisjoint(keys[(cached + SHARE_TOKENS) // BLOCK - 1 :]):
                 later.append(request)
                 continue
             feeding.update(keys)
-            widest = width
+            widest, total = max(widest, new), total + new
             group.append((request, cached, block))
         self.waiting.extendleft(reversed(later))
         return group
+
+    def _fits(self, padded: int, real: int) -> bool:
+        """Whether a rectangle of `padded` tokens, `real` of them not padding, is worth feeding at once."""
+        return padded <= self.limits.prefill_tokens and (padded <= SMALL_FEED or 2 * real >= padded)
 
     def _find_prefix(self, request: Request) -> tuple[int, Block | None, tuple[int, ...]]:
         if not self.limits.prefix_bytes or request.num_known <= BLOCK:
@@ -166,16 +186,23 @@ class Scheduler:
         cached, block = self.prefixes.find(request.salt, keys, tokens)
         return cached, block, keys
 
-    def _feed(self, group: list[tuple[Request, int, Block | None]]) -> list[Request]:
-        if not group:
-            return []
+    def _place(self, group: list[tuple[Request, int, Block | None]]) -> list[np.ndarray]:
+        """Give each admitted request the next slot, with what is stored of its prefix; all of its tokens."""
         base = len(self.running)
-        now = time.monotonic()
         sequences = [request.known() for request, _, _ in group]
-        self.runner.cache.reserve(base + len(group), max(len(s) for s in sequences))
-        for row, (request, cached, block) in enumerate(group, base):
+        if group:
+            self.runner.cache.reserve(base + len(group), max(map(len, sequences)))
+        for row, (_, cached, block) in enumerate(group, base):
             if block is not None:
                 self.runner.cache.copy_in(row, block, cached)
+        return sequences
+
+    def _join(self, group: list[tuple[Request, int, Block | None]]) -> None:
+        """The admitted requests run now: their tokens have been fed."""
+        if not group:
+            return
+        now = time.monotonic()
+        for row, (request, cached, _) in enumerate(group, len(self.running)):
             if not request.out:
                 request.cached_tokens = cached
                 self.totals.prompt_tokens += len(request.prompt)
@@ -185,13 +212,10 @@ class Scheduler:
             self._position[row] = request.num_known
             self._drawn[row] = len(request.out)
             self._state[row] = hash_seed(request.seed)
-        logits = self.runner.prefill(base, sequences, [cached for _, cached, _ in group])
+            if len(request.prompt) >= cached + SHARE_TOKENS:
+                self._store(row, request, len(request.prompt))
         self.running.extend(request for request, _, _ in group)
         self._plan = None
-        for row, (request, cached, _) in enumerate(group, base):
-            if self.limits.prefix_bytes and len(request.prompt) >= cached + SHARE_TOKENS:
-                self._store(row, request, len(request.prompt))
-        return self._advance(logits, base, len(group))
 
     def _store(self, row: int, request: Request, length: int) -> None:
         if self.limits.prefix_bytes and length >= BLOCK and request.computed_epoch == self.epoch:
@@ -200,38 +224,37 @@ class Scheduler:
 
     # drawing
 
-    def _advance(self, logits: torch.Tensor, base: int, count: int) -> list[Request]:
-        rows = slice(base, base + count)
-        requests = self.running[rows]
-        for row, request in enumerate(requests):
+    def _draw(self, logits: torch.Tensor) -> list[Request]:
+        """Draw the next token of every running request and record it."""
+        count = len(self.running)
+        for row, request in enumerate(self.running):
             if len(request.out) < request.params.min_tokens and request.stop_ids:
                 logits[row, list(request.stop_ids)] = -torch.inf
-        whole = count == len(self.running)
-        plan = self._plan if whole else None
-        if plan is None:
-            plan = make_plan(requests, self.runner.vocab_size, self.runner.device)
-            self._plan = plan if whole else None
-        uniform = uniforms(self._state[rows], self._drawn[rows])
-        drawn = sample(logits, plan, torch.from_numpy(uniform).to(logits.device))
-        ended, streaming = self._record(requests, drawn, base)
+        if self._plan is None:
+            self._plan = make_plan(self.running, self.runner.vocab_size, self.runner.device)
+        uniform = uniforms(self._state[:count], self._drawn[:count])
+        drawn = sample(logits, self._plan, torch.from_numpy(uniform).to(logits.device))
+        ended, streaming = self._record(drawn)
         return self._reap(ended) + streaming
 
-    def _record(self, requests: list[Request], drawn: Sampled, base: int) -> tuple[list[int], list[Request]]:
+    def _record(self, drawn: Sampled) -> tuple[list[int], list[Request]]:
+        """Append what was drawn; the rows that ended, the requests that go on and stream."""
+        count = len(self.running)
         ids = drawn.ids.cpu().numpy()
-        self._last[base : base + len(requests)] = ids
-        self._drawn[base : base + len(requests)] += 1
-        self.totals.generation_tokens += len(requests)
+        self._last[:count] = ids
+        self._drawn[:count] += 1
+        self.totals.generation_tokens += count
         label = self.label
         ended: list[int] = []
         streaming: list[Request] = []
         for row, (request, token, logprob) in enumerate(
-            zip(requests, ids.tolist(), drawn.logprobs.tolist(), strict=True), base
+            zip(self.running, ids.tolist(), drawn.logprobs.tolist(), strict=True)
         ):
             if not request.versions or request.versions[-1][0] != label:
                 request.versions.append((label, len(request.out)))
             request.out.append(token)
             request.logprobs.append(logprob)
-            if token in request.stop_ids and len(request.out) > request.params.min_tokens:
+            if token in request.stop_ids:
                 request.finish_reason = "stop"
                 request.stop_reason = None if token == request.eos_id else token
                 ended.append(row)
@@ -240,7 +263,7 @@ class Scheduler:
                 ended.append(row)
             elif request.streams:
                 streaming.append(request)
-        _record_extras(requests, drawn)
+        _record_extras(self.running, drawn)
         return ended, streaming
 
     # ending
@@ -280,7 +303,7 @@ def make_plan(requests: list[Request], vocab_size: int, device: torch.device) ->
     params = [request.params for request in requests]
     greedy = [p.greedy for p in params]
 
-    def column(values: list[float], neutral: float, dtype: torch.dtype) -> torch.Tensor | None:
+    def column(values: Sequence[float], neutral: float, dtype: torch.dtype) -> torch.Tensor | None:
         return None if all(v == neutral for v in values) else torch.tensor(values, dtype=dtype, device=device)
 
     top_k = [min(p.top_k, vocab_size) if p.top_k > 0 and not p.greedy else vocab_size for p in params]

@@ -1,8 +1,8 @@
 """The process of the built-in engine: an HTTP server in vLLM 0.33's form around one engine thread.
 
-Loops: the event loop serves HTTP; the engine thread computes. The process ends on SIGTERM or SIGINT (code 0) and
-when the engine thread dies (code 1, its error printed). The control routes are unprotected, as vLLM's are: it
-binds to loopback unless told otherwise, and says so when it is.
+Loops: the event loop serves HTTP; the engine thread computes. The process ends on SIGTERM or SIGINT (code
+0) and when the engine thread dies (code 1, its error printed). The control routes are unprotected, as
+vLLM's are: it binds to loopback unless told otherwise, and says so when it is.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ SHUTDOWN_S = 2.0
 
 
 def main(config: InferenceProcessConfig) -> int:
-    """Serve until told to stop. Exit code 0 on an orderly stop, 1 when the engine died, 2 for a bad config."""
+    """Serve until told to stop. Exit code 0 on an orderly stop, 1 when the engine died, 2 for a bad
+    config."""
     setup_logging(config.name)
     watch_parent()
     os.environ.setdefault("OMP_NUM_THREADS", str(config.inference.num_threads))
@@ -78,7 +79,7 @@ async def serve(config: InferenceProcessConfig) -> int:
         await runner.cleanup()
 
 
-async def _bind(runner, host: str, port: int) -> None:  # noqa: ANN001
+async def _bind(runner, host: str, port: int) -> None:
     from aiohttp import web
 
     try:
@@ -89,7 +90,7 @@ async def _bind(runner, host: str, port: int) -> None:  # noqa: ANN001
         ) from None
 
 
-def make_service(config: InferenceProcessConfig):  # noqa: ANN201
+def make_service(config: InferenceProcessConfig):
     """The loaded model and its engine. Raises ConfigError."""
     import torch
 

@@ -67,6 +67,8 @@ class Service:
                 f"cache_salt must be 1 to 128 characters without @ / \\ NUL (given: {salt!r})",
                 param="cache_salt",
             )
+        if params.stop_strings and self.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer and the model folder has none", param="stop")
         room = self.max_model_len - len(prompt)
         stop_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else self.eos_ids)
         return [
@@ -80,7 +82,7 @@ class Service:
                 salt=salt or "",
                 seed=self._seed(params, index),
                 want_mask=self.sampling_mask and params.truncated,
-                streams=streams,
+                streams=streams or bool(params.stop_strings),
                 arrived_s=time.monotonic(),
             )
             for index in range(params.n)
@@ -146,8 +148,9 @@ def end_tokens(path: str, config: Any, tokenizer: PreTrainedTokenizerFast | None
     ids: list[int] = []
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         ids.append(int(tokenizer.eos_token_id))
-    declared = getattr(config, "eos_token_id", None)
+    declared: Any = getattr(config, "eos_token_id", None)
     if (Path(path) / "generation_config.json").is_file():
         declared = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id or declared
-    ids += declared if isinstance(declared, list) else [] if declared is None else [int(declared)]
+    if declared is not None:
+        ids += declared if isinstance(declared, list) else [declared]
     return tuple(dict.fromkeys(ids))

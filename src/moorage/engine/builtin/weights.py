@@ -1,14 +1,15 @@
 """Reading a folder of weights, whole or not at all.
 
 `read_weights` gives every tensor the model needs, by the model's own names, or raises EngineError and has
-changed nothing. A folder whose names are the model's own is read straight from its safetensors files; any other
-Hugging Face layout (fused and unfused experts, for one) goes through transformers' own conversion.
+changed nothing. A folder whose names are the model's own is read straight from its safetensors files; any
+other Hugging Face layout (fused and unfused experts, for one) goes through transformers' own conversion.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -97,9 +98,10 @@ def _read_converted(
             f"weights in {folder} have other names than the model and there is no config.json", status=400
         )
     try:
-        loaded, info = type(model).from_pretrained(
+        answer: Any = type(model).from_pretrained(
             folder, dtype=model.dtype, output_loading_info=True, local_files_only=True
         )
+        loaded, info = answer
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         raise EngineError(f"weights in {folder} do not fit the model ({error})", status=400) from None
     for key in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):

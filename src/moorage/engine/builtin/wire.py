@@ -71,7 +71,8 @@ def choice(index: int, request: Request) -> dict[str, Any]:
 
 
 def logprob_content(request: Request, start: int = 0, end: int | None = None) -> list[dict[str, Any]]:
-    """Per output token: id, log-probability, rank, and the head: the sampled one first, then the others by rank."""
+    """Per output token: id, log-probability, rank, and the head: the sampled one first, then the others by
+    rank."""
     end = len(request.out) if end is None else end
     content = []
     for at in range(start, end):

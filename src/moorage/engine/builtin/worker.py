@@ -4,8 +4,8 @@ The event loop posts closures; the thread runs them between two steps, so that a
 never meets a step half-way. What a step finished goes back in one `call_soon_threadsafe`.
 
 Pausing (vLLM's three modes): `abort` ends everything, `wait` lets what runs end and keeps the queue, `keep`
-freezes everything. New requests are refused while paused, but for `keep`, where they queue. With `clear_cache`
-the stored prefixes go, and frozen requests are computed again after `resume`.
+freezes everything. New requests are refused while paused, but for `keep`, where they queue. With
+`clear_cache` the stored prefixes go, and frozen requests are computed again after `resume`.
 
 An exception in the thread is final: every open request fails with it, and `failed` tells the server to stop.
 """
@@ -25,6 +25,8 @@ from moorage.engine.builtin.scheduler import Scheduler
 
 log = get_logger(__name__)
 ResultT = TypeVar("ResultT")
+Listener = asyncio.Queue[tuple[Request | BaseException, int]]
+"""Gets (request, number of output tokens) after each step that touched it, or an error."""
 PAUSE_MODES = ("abort", "wait", "keep")
 STOP_TIMEOUT_S = 30.0
 
@@ -42,7 +44,7 @@ class EngineThread:
         self._frozen = False
         self._stopping = False
         self._drained: Callable[[], None] | None = None
-        self._listeners: dict[str, asyncio.Queue[Request | BaseException]] = {}
+        self._listeners: dict[str, Listener] = {}
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -64,8 +66,9 @@ class EngineThread:
 
     # requests
 
-    def submit(self, request: Request) -> asyncio.Queue[Request | BaseException]:
-        """Queue `request`. The queue gets it after each step that touched it; the last time with a finish reason.
+    def submit(self, request: Request) -> Listener:
+        """Queue `request`. The queue gets it after each step that touched it; the last time with a finish
+        reason.
 
         Raises RequestError (503) while paused in a mode that takes no requests.
         """
@@ -75,7 +78,7 @@ class EngineThread:
             raise RequestError(f"the engine is dead: {self.failed.result()}", status=500)
         if request.id in self._listeners:
             raise RequestError(f"request id {request.id!r} is in use", param="request_id")
-        queue: asyncio.Queue[Request | BaseException] = asyncio.Queue()
+        queue: Listener = asyncio.Queue()
         self._listeners[request.id] = queue
         self._post(lambda: self.scheduler.add(request))
         return queue
@@ -85,7 +88,7 @@ class EngineThread:
         queue = self.submit(request)
         try:
             while True:
-                got = await queue.get()
+                got, _ = await queue.get()
                 if isinstance(got, BaseException):
                     raise got
                 if got.finish_reason is not None:
@@ -182,19 +185,20 @@ class EngineThread:
                     self._wake.clear()
                     continue
                 self._deliver(self.scheduler.step())
-        except Exception as error:  # noqa: BLE001 - attributed: fails every open request and stops the server
+        except Exception as error:
             log.exception("the engine thread died")
             self._loop.call_soon_threadsafe(self._on_death, error)
 
     def _deliver(self, touched: list[Request]) -> None:
         if touched:
-            self._loop.call_soon_threadsafe(self._hand_over, touched)
+            counts = [(request, len(request.out)) for request in touched]
+            self._loop.call_soon_threadsafe(self._hand_over, counts)
 
-    def _hand_over(self, touched: list[Request]) -> None:
-        for request in touched:
+    def _hand_over(self, touched: list[tuple[Request, int]]) -> None:
+        for request, count in touched:
             queue = self._listeners.get(request.id)
             if queue is not None:
-                queue.put_nowait(request)
+                queue.put_nowait((request, count))
 
     def _tell(self, future: asyncio.Future[Any], result: Any) -> None:
         def settle() -> None:
@@ -214,5 +218,5 @@ class EngineThread:
 
     def _fail_all(self, error: EngineError) -> None:
         for queue in self._listeners.values():
-            queue.put_nowait(error)
+            queue.put_nowait((error, 0))
         self._listeners.clear()
