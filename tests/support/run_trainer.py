@@ -1,4 +1,4 @@
-"""`python -m tests.support.run_trainer <config.json>`: one trainer rank, as the command line would start it."""
+"""`python -m tests.support.run_trainer <config.json>`: one trainer rank, as the command line starts it."""
 
 from __future__ import annotations
 

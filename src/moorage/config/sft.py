@@ -16,7 +16,7 @@ class InitConfig(Config):
     architecture: str = "qwen3"
     """`qwen3` (dense) or `qwen3_moe` (8 experts, 2 per token)."""
 
-    overrides: dict[str, Any] = {}
+    overrides: dict[str, Any] = Field(default={})
     """Fields of the model's config to replace, for example `{ num_hidden_layers = 4 }`."""
 
 
@@ -33,8 +33,8 @@ class SftConfig(Config):
     """Folder to save the trained model to, in Hugging Face layout. It must not hold a model yet."""
 
     taskset: dict[str, Any]
-    """The taskset whose conversations are learned: `{ id = "moorage.tasksets.reverse_text" }` and its options.
-    Its class defines `conversations(seed)`."""
+    """The taskset whose conversations are learned: `{ id = "moorage.tasksets.reverse_text" }` and options.
+    Its  class defines `conversations(seed)`."""
 
     max_steps: int = Field(300, ge=1)
     """Optimizer steps."""

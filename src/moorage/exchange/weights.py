@@ -65,7 +65,7 @@ def publish_weights(
 
 
 def _agree_ready(folder: Path, meet: Meet) -> bool:
-    """Whether the version is READY, seen alike by all ranks: the main rank changes nothing before they met."""
+    """Whether the version is READY, alike on all ranks: the main rank changes nothing before they met."""
     ready = (folder / "READY").exists()
     meet()
     return ready
@@ -82,8 +82,8 @@ def wait_for_version(
 ) -> Path:
     """Block until `version` is READY and return its folder.
 
-    Unblocked by the trainer's `publish_weights`, by `watch` (RunEnded when the trainer cannot publish any more)
-    or after `timeout_s` with ExchangeError.
+    Unblocked by the trainer's `publish_weights`, by `watch` (RunEnded when the trainer cannot publish
+    any more) or after `timeout_s` with ExchangeError.
     """
     folder = run.weight(version)
     started = time.monotonic()

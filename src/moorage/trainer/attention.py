@@ -137,7 +137,8 @@ def packed_sdpa(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of one packed row: query [1, heads, T, d], key and value [1, kv heads, T, d] to [1, T, heads, d].
+    """Attention of one packed row: query [1, heads, T, d], key and value [1, kv heads, T, d], to
+    [1, T, heads, d].
 
     `s_aux`: one attention-sink logit per head. Raises ConfigError on what it cannot compute exactly.
     """

@@ -74,7 +74,7 @@ class SampleMaker:
             yield ids[: self.seq_len], mask[: self.seq_len]
 
     def _by_prefixes(self, conversation: Conversation) -> tuple[list[int], list[int]]:
-        """For templates that do not mark the assistant's part: what each assistant turn adds to its prompt."""
+        """For templates without marks: what each assistant turn adds to its prompt."""
         mask: list[int] = []
         ids: list[int] = []
         for turn, message in enumerate(conversation):
@@ -84,7 +84,7 @@ class SampleMaker:
             whole = self._ids(conversation[: turn + 1])
             if whole[: len(prompt)] != prompt or prompt[: len(ids)] != ids:
                 raise ConfigError(
-                    "this chat template changes earlier turns, so the assistant's tokens cannot be told apart; "
+                    "this chat template changes earlier turns, so the assistant's tokens cannot be told; "
                     "mark them with {% generation %} in the template"
                 )
             mask += [0] * (len(prompt) - len(mask)) + [1] * (len(whole) - len(prompt))

@@ -19,13 +19,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import numpy as np
-import torch
 
 from moorage.core.errors import ExchangeError, PayloadError, RunEnded
 from moorage.core.log import get_logger
@@ -35,15 +33,14 @@ from moorage.payload.assemble import Assembled, assemble, placeholder
 from moorage.payload.client import PayloadClient
 from moorage.payload.codec import BranchArrays
 from moorage.payload.custody import Custody
-from moorage.records.payload import PayloadRef, PayloadSlice
+from moorage.records.payload import PayloadSlice
 from moorage.records.sample import MicroBatch, RankBatch, owned_slices
+from moorage.trainer.agreement import agree_dropped, first_owners, on_all_ranks
 from moorage.trainer.world import World
 
 log = get_logger(__name__)
 
 BATCH_POLL_S = 0.005
-T = TypeVar("T")
-Ref = PayloadRef | PayloadSlice
 Payloads = dict[str, BranchArrays | PayloadError]
 
 
@@ -117,12 +114,13 @@ class BatchFeed:
         """
         self.prefetch(step)
         started = time.perf_counter()
-        loaded = _on_all_ranks(self.world, lambda: self._ahead[step].result())
+        loaded = on_all_ranks(self.world, lambda: self._ahead[step].result())
         read = time.perf_counter()
         self._hold(loaded.batch)
         del self._ahead[step]
-        arrays, failed = _on_all_ranks(self.world, lambda: self._fetch_and_assemble(loaded))
-        num_dropped = self._agree(step, loaded.batch, failed)
+        arrays, failed = on_all_ranks(self.world, lambda: self._fetch_and_assemble(loaded))
+        num_owned = sum(not micro.dummy for micro in loaded.batch.micro_batches)
+        num_dropped = agree_dropped(self.world, step, failed, num_owned)
         return StepInput(
             batch=loaded.batch,
             arrays=arrays,
@@ -164,7 +162,8 @@ class BatchFeed:
         batch = wait_for_batch(self.run, step, self.world.rank, watch, BATCH_POLL_S)
         if batch.num_data_ranks != self.world.size:
             raise ExchangeError(
-                f"batch {step} was written for {batch.num_data_ranks} data ranks, this trainer has {self.world.size}"
+                f"batch {step} was written for {batch.num_data_ranks} data ranks, this trainer has "
+                f"{self.world.size}"
             )
         if self.settings.replay:
             check_routing(batch)
@@ -187,8 +186,8 @@ class BatchFeed:
         return list(needed.values())
 
     def _fetch_and_assemble(self, loaded: _Loaded) -> tuple[list[Assembled], list[bool]]:
-        """The micro batches in order, and which of them failed. Raises ExchangeError on one that cannot be meant
-        to be trained (credit that does not fit its payload)."""
+        """The micro batches in order, and which of them failed. Raises ExchangeError on one that cannot be
+        trained as it was sent (credit that does not fit its payload)."""
         rest = [piece for piece in self._needed(loaded.batch) if piece.id not in loaded.payloads]
         if rest:
             loaded.payloads |= self.client.fetch(rest, self.settings.fetch_timeout_s)
@@ -207,22 +206,6 @@ class BatchFeed:
             except PayloadError as error:
                 raise ExchangeError(f"batch {loaded.batch.step} cannot be trained: {error}") from error
         return arrays, failed
-
-    def _agree(self, step: int, batch: RankBatch, failed: list[bool]) -> int:
-        """One all-reduce of the failure bits per data rank and micro batch; returns how many dropped."""
-        width = len(failed)
-        bits = torch.zeros(self.world.size, width + 1)
-        bits[self.world.rank, :width] = torch.tensor(failed, dtype=torch.float32)
-        bits[self.world.rank, width] = sum(not micro.dummy for micro in batch.micro_batches)
-        agreed = self.world.all_reduce(bits)
-        num_dropped, num_owned = int(agreed[:, :width].sum()), int(agreed[:, width].sum())
-        if num_owned and num_dropped == num_owned:
-            raise ExchangeError(
-                f"step {step}: no payload of its {num_owned} micro batches could be fetched on any rank. Payloads "
-                "are deleted after their step; to train again on batches after a checkpoint, run with "
-                'payload.retain = "checkpoint"'
-            )
-        return num_dropped
 
 
 def check_routing(batch: RankBatch) -> None:
@@ -248,30 +231,6 @@ def within_budget(slices: Iterable[PayloadSlice], budget_bytes: int) -> list[Pay
     return chosen
 
 
-def first_owners(refs: Sequence[Ref], world: World) -> list[Ref]:
-    """`refs` without those that a lower rank holds too. Collective: ranks compare 64 bits of each id."""
-    if world.size == 1:
-        return list({ref.id: ref for ref in refs}.values())
-    longest = int(world.all_reduce(torch.tensor([len(refs)]), "max")[0])
-    padded = torch.zeros(longest + 1, dtype=torch.int64)
-    padded[0] = len(refs)
-    padded[1 : len(refs) + 1] = torch.tensor([_short_id(ref) for ref in refs], dtype=torch.int64)
-    taken: set[int] = set()
-    for rank, other in enumerate(world.all_gather(padded)):
-        if rank == world.rank:
-            break
-        taken.update(other[1 : int(other[0]) + 1].tolist())
-    unique: dict[str, Ref] = {}
-    for ref in refs:
-        if _short_id(ref) not in taken:
-            unique.setdefault(ref.id, ref)
-    return list(unique.values())
-
-
-def _short_id(ref: Ref) -> int:
-    return int(ref.id[:16], 16) - (1 << 63)
-
-
 def _first_missing(micro: MicroBatch, payloads: Mapping[str, BranchArrays | PayloadError]) -> str | None:
     for sample in micro.samples:
         found = payloads.get(sample.payload.id)
@@ -292,19 +251,3 @@ def _any_routing(payloads: Payloads) -> np.ndarray | None:
         if isinstance(found, BranchArrays) and found.routed_experts is not None:
             return found.routed_experts
     return None
-
-
-def _on_all_ranks(world: World, act: Callable[[], T]) -> T:
-    """`act()` on every rank, or an error on every rank: none is left waiting in a later collective."""
-    error: Exception | None = None
-    result: list[T] = []
-    try:
-        result.append(act())
-    except (RunEnded, ExchangeError) as caught:
-        error = caught
-    failures = int(world.all_reduce(torch.tensor([float(error is not None)]))[0])
-    if error is not None:
-        raise error
-    if failures:
-        raise RunEnded(f"{failures} other rank(s) of the trainer stopped")
-    return result[0]

@@ -16,7 +16,7 @@ import torch
 
 @dataclass(frozen=True)
 class KeptSets:
-    """Kept sets of truncated sampling for N rows: `ids` int64 [N, widest], -1 pads; a row of pads has none."""
+    """Kept sets of truncated sampling for N rows: `ids` int64 [N, widest], padded with -1."""
 
     ids: torch.Tensor
 
@@ -40,7 +40,7 @@ def token_logprobs(
     temperatures: torch.Tensor,
     kept: KeptSets | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability [N] of `labels` [N] and entropy [N] (detached) under `logits` [N, V] / `temperatures` [N].
+    """Log-probability [N] of `labels` [N], entropy [N] (detached), of `logits` [N, V] / `temperatures` [N].
 
     With a kept set that holds the label the probability is renormalised over the set:
     `log p = z_label - logsumexp_{v in K} z_v`, z = logits / temperature; otherwise, and for the entropy

@@ -2,16 +2,16 @@
 
 | loop | consumes | produces | waits for | unblocked by |
 |---|---|---|---|---|
-| main | assembled micro batches of step N | gradients, step N of the optimizer | `batches/step_N` | the orchestrator's READY; its death or END.json (RunEnded); SIGTERM |
+| main | micro batches of step N | step N of the optimizer | `batches/step_N` | READY, END.json, SIGTERM |
 | main | the model after step N | `weights/step_N`, then READY | nothing | - |
-| main | payloads of step N, once all ranks have them | deletes | the payload stores | the client's own deadline; what is left is carried over |
-| main | model and optimizer | `checkpoints/step_N/trainer` | the save before | its writing thread; `SAVE_TIMEOUT_S` |
-| prefetch thread | `batches/step_N+1` | payloads of step N+1 | batch file, payload stores | as above; `fetch_timeout_s` |
+| main | payloads all ranks have | deletes | payload stores | the client's deadline (rest carried over) |
+| main | model, optimizer | `checkpoints/step_N/trainer` | the save before | its thread, `SAVE_TIMEOUT_S` |
+| prefetch thread | `batches/step_N+1` | its payloads | batch file, stores | as above, `fetch_timeout_s` |
 | heartbeat thread | - | `alive/trainer.json` | - | - |
 
 Version 0 is the model that training starts from. The trainer publishes the version before its first step at
 start, and version N after step N, the list that `exchange.batches.exchanged_versions` gives to both sides.
-Ranks agree on every stop, so none is left in a collective.
+A dead orchestrator ends every wait (RunEnded). Ranks agree on every stop, so none is left in a collective.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STOPPED = 143
 
 
 def main(config: TrainerProcessConfig) -> int:
-    """Run one rank of the trainer to `max_steps`. Returns the exit code: 0 at the end, 143 when told to stop."""
+    """Run one rank of the trainer to `max_steps`. The exit code: 0 at the end, 143 when told to stop."""
     setup_logging("trainer")
     watch_parent()
     stop = threading.Event()

@@ -41,8 +41,10 @@ class StepMetrics:
 
     def __init__(self, loss_metrics: Iterable[str] = ()) -> None:
         self._means = {name: [0.0, 0.0] for name in (*MEANS, *loss_metrics)}
-        self._sums = dict.fromkeys(SUMS, 0.0)
-        self._maxima = dict.fromkeys((*MAXIMA, *(f"{name}/max" for name in sorted(WITH_MAX))), 0.0)
+        self._sums: dict[str, float] = dict.fromkeys(SUMS, 0.0)
+        self._maxima: dict[str, float] = dict.fromkeys(
+            (*MAXIMA, *(f"{name}/max" for name in sorted(WITH_MAX))), 0.0
+        )
         self._plain: dict[str, float] = {}
 
     def add_mean(self, name: str, values: torch.Tensor, *, with_max: bool = False) -> None:

@@ -81,7 +81,7 @@ class TrainedModel:
 
 
 def load_model(model: ModelConfig, trainer: TrainerConfig, world: World, seq_len: int) -> TrainedModel:
-    """The model of folder `model.path`, laid out as `trainer` says. Raises ConfigError on what cannot work."""
+    """The model of folder `model.path`, laid out as `trainer` says. Raises ConfigError."""
     from moorage.trainer.selfcheck import check_packing
 
     path = Path(model.path)
@@ -125,7 +125,7 @@ def _load_whole(path: Path, dtype: torch.dtype, implementation: str, device: tor
     from transformers import AutoModelForCausalLM
 
     try:
-        module = AutoModelForCausalLM.from_pretrained(
+        module: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, attn_implementation=implementation, local_files_only=True
         )
     except (OSError, ValueError) as error:

@@ -27,8 +27,8 @@ class Retention:
     def __init__(self, run: RunDir, retain: str, checkpoint: CheckpointConfig, feed: BatchFeed) -> None:
         if retain == "checkpoint" and checkpoint.interval is None:
             raise ConfigError(
-                'payload.retain = "checkpoint" keeps payloads until a checkpoint covers them, but none is ever '
-                "saved; set checkpoint.interval"
+                'payload.retain = "checkpoint" keeps payloads until a checkpoint covers them, but none is '
+                "ever saved; set checkpoint.interval"
             )
         self.run = run
         self.until_checkpoint = retain == "checkpoint"
@@ -42,7 +42,7 @@ class Retention:
         self._free_covered()
 
     def finish(self, last: int, watch: PeerWatch, stop: threading.Event) -> None:
-        """After the last step: wait for the orchestrator's part of the final checkpoint, then free. Collective.
+        """After the last step: wait for the orchestrator's part of the checkpoint, then free. Collective.
 
         Unblocked by the orchestrator's READY, its death, a stop, or `FINAL_WAIT_S`.
         """

@@ -35,7 +35,7 @@ class RouterReplay:
         routers = find_routers(model)
         if not routers:
             raise ConfigError(
-                f"trainer.router_replay is on but {type(model).__name__} has no router that moorage can find; "
+                f"trainer.router_replay is on but {type(model).__name__} has no router that can be found; "
                 "write trainer.router_replay = false"
             )
         self.names = [name for name, _ in routers]
@@ -101,7 +101,7 @@ class RouterReplay:
                 output = run(*args, **kwargs)
             if mode.calls != 1:
                 raise ConfigError(
-                    f"{name} ({type(router).__name__}) made {mode.calls} top-k calls instead of one: its router "
+                    f"{name} ({type(router).__name__}) made {mode.calls} top-k calls instead of one: it "
                     "cannot be replayed; write trainer.router_replay = false"
                 )
             self.chosen[layer] = mode.seen

@@ -52,6 +52,11 @@ class Row:
         return int(self.token_ids.numel())
 
 
+def float_dtype(model_dtype: str) -> torch.dtype:
+    """Dtype of advantages, weights and log-probabilities for a model of this dtype."""
+    return torch.float64 if model_dtype == "float64" else torch.float32
+
+
 def make_row(arrays: Assembled, dtype: torch.dtype, device: torch.device, *, replay: bool) -> Row:
     """Tensors of one assembled micro batch. Floats become `dtype` (float32, or float64 for a float64 model).
 

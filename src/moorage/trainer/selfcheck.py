@@ -42,9 +42,9 @@ def check_packing(model: TrainedModel) -> float:
     dtype = packed_dtype(module)
     if not difference <= TOLERANCE.get(dtype, 1e-3):
         raise ConfigError(
-            f"{type(module).__name__} with attention {module.config._attn_implementation!r} lets packed sequences "
-            f"see each other (mean difference of log-probabilities {difference:.3g}); use trainer.attention = "
-            f"{PACKED_SDPA!r}, or a model without recurrent layers"
+            f"{type(module).__name__} with attention {module.config._attn_implementation!r} lets packed "
+            f"sequences see each other (log-probabilities differ by {difference:.2g}); set trainer.attention "
+            f"= {PACKED_SDPA!r}, or a model without recurrent layers"
         )
     return difference
 

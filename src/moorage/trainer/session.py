@@ -27,9 +27,9 @@ from moorage.trainer.data import BatchFeed, FeedSettings, StepInput
 from moorage.trainer.export import Exporter
 from moorage.trainer.losses import make_loss
 from moorage.trainer.metrics import StepMetrics
-from moorage.trainer.model import DTYPES, load_model
+from moorage.trainer.model import load_model
 from moorage.trainer.retention import Retention
-from moorage.trainer.rows import Row, make_row
+from moorage.trainer.rows import Row, float_dtype, make_row
 from moorage.trainer.state import CheckpointStore, Progress, prune_checkpoints
 from moorage.trainer.step import TrainStep
 from moorage.trainer.world import make_world
@@ -108,7 +108,7 @@ class Session:
         self._report(step, metrics, time.perf_counter() - started)
 
     def _make_rows(self, work: StepInput) -> list[Row]:
-        dtype = torch.float64 if DTYPES[self.config.model.dtype] is torch.float64 else torch.float32
+        dtype = float_dtype(self.config.model.dtype)
         replay = self.model.replay is not None
         return [make_row(arrays, dtype, self.world.device, replay=replay) for arrays in work.arrays]
 
@@ -149,16 +149,6 @@ class Session:
         agreed["progress/tokens"], agreed["progress/samples"] = self.progress.tokens, self.progress.samples
         if self.monitor is not None:
             self.monitor.log(agreed, step)
-            log.info(
-                "step %d  loss %.4f  mismatch %.2e  entropy %.3f  grad %.3f  %.0f tok/s  %.2f s",
-                step,
-                agreed["loss"],
-                agreed["mismatch_kl/mean"],
-                agreed["entropy/mean"],
-                agreed["optim/grad_norm"],
-                agreed["perf/throughput"],
-                step_s,
-            )
 
     @staticmethod
     def _timed(metrics: StepMetrics, name: str, act: Callable[[], object]) -> None:

@@ -27,6 +27,10 @@ from moorage.core.log import get_logger, setup_logging
 from moorage.core.parent import watch_parent
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from moorage.trainer.conversations import Conversation
+    from moorage.trainer.rows import Row
     from moorage.trainer.step import TrainStep
     from moorage.trainer.world import World
 
@@ -68,7 +72,7 @@ def warm_up(config: SftConfig, stop: threading.Event) -> bool:
     try:
         source = _starting_folder(config, temporary / "init", world)
         step = _make_step(config, trainer, source, world)
-        if not _train(config, step, source, conversations, world, stop):
+        if not Warmup(config, step, source, world).train(conversations, stop):
             return False
         _save(step, source, temporary, output, world)
         return True
@@ -79,15 +83,9 @@ def warm_up(config: SftConfig, stop: threading.Event) -> bool:
 
 
 def _trainer_config(config: SftConfig) -> TrainerConfig:
-    return TrainerConfig(
-        num_ranks=config.num_ranks,
-        device=config.device,
-        num_threads=config.num_threads,
-        activation_checkpointing=config.activation_checkpointing,
-        optimizer=config.optimizer,
-        schedule=config.schedule,
-        router_replay=False,
-    )
+    shared = ("num_ranks", "device", "num_threads", "activation_checkpointing", "optimizer", "schedule")
+    values = {name: getattr(config, name) for name in shared}
+    return TrainerConfig.model_validate({**values, "router_replay": False})
 
 
 def _starting_folder(config: SftConfig, folder: Path, world: World) -> Path:
@@ -122,43 +120,60 @@ def _make_step(config: SftConfig, trainer: TrainerConfig, source: Path, world: W
     return TrainStep(model, make_loss({"type": "ipo"}), trainer, config.max_steps)
 
 
-def _train(config, step, source, conversations, world, stop) -> bool:
-    import torch
-    from transformers import AutoTokenizer
+class Warmup:
+    """The steps of a warm-up."""
 
-    from moorage.payload.assemble import assemble
-    from moorage.records.packing import pack
-    from moorage.trainer.conversations import SampleMaker
-    from moorage.trainer.metrics import StepMetrics
-    from moorage.trainer.rows import make_row
+    def __init__(self, config: SftConfig, step: TrainStep, source: Path, world: World) -> None:
+        from transformers import AutoTokenizer
 
-    maker = SampleMaker(AutoTokenizer.from_pretrained(source), config.seq_len)
-    dtype = torch.float64 if config.dtype == "float64" else torch.float32
-    started = time.perf_counter()
-    log.info("%d parameters, %d steps of %d", step.model.num_parameters, config.max_steps, config.batch_size)
-    for number in range(1, config.max_steps + 1):
-        samples, arrays = maker.take(conversations, config.batch_size)
-        micros = pack(samples, config.row_tokens, world.size)[world.rank]
-        rows = [make_row(assemble(micro, arrays), dtype, world.device, replay=False) for micro in micros]
-        metrics = StepMetrics(step.loss.metric_names)
-        step.run(number, rows, metrics)
-        if number % config.log_interval == 0 or number == config.max_steps:
-            agreed = metrics.agree(world)
-            if world.is_main:
-                spent = time.perf_counter() - started
-                left = spent / number * (config.max_steps - number)
-                log.info(
-                    "step %d/%d  loss %.4f  lr %.2e  %.0f s spent, %.0f s left",
-                    number,
-                    config.max_steps,
-                    agreed["ce/nll/mean"],
-                    agreed["optim/lr"],
-                    spent,
-                    left,
-                )
-        if stop.is_set():
-            return False
-    return True
+        from moorage.trainer.conversations import SampleMaker
+
+        self.config = config
+        self.step = step
+        self.world = world
+        self.maker = SampleMaker(AutoTokenizer.from_pretrained(source), config.seq_len)
+
+    def train(self, conversations: Iterator[Conversation], stop: threading.Event) -> bool:
+        """All steps; False when stopped before the last one."""
+        from moorage.trainer.metrics import StepMetrics
+
+        config, began = self.config, time.perf_counter()
+        parameters = self.step.model.num_parameters
+        log.info(
+            "%d parameters, %d steps of %d conversations", parameters, config.max_steps, config.batch_size
+        )
+        for number in range(1, config.max_steps + 1):
+            metrics = StepMetrics(self.step.loss.metric_names)
+            self.step.run(number, self._next_rows(conversations), metrics)
+            if number % config.log_interval == 0 or number == config.max_steps:
+                self._report(number, metrics.agree(self.world), time.perf_counter() - began)
+            if stop.is_set() and number < config.max_steps:
+                return False
+        return True
+
+    def _next_rows(self, conversations: Iterator[Conversation]) -> list[Row]:
+        """This rank's packed rows of the next batch."""
+        from moorage.payload.assemble import assemble
+        from moorage.records.packing import pack
+        from moorage.trainer.rows import float_dtype, make_row
+
+        samples, arrays = self.maker.take(conversations, self.config.batch_size)
+        micros = pack(samples, self.config.row_tokens, self.world.size)[self.world.rank]
+        dtype = float_dtype(self.config.dtype)
+        return [make_row(assemble(micro, arrays), dtype, self.world.device, replay=False) for micro in micros]
+
+    def _report(self, number: int, agreed: dict[str, float], spent_s: float) -> None:
+        if self.world.is_main:
+            left_s = spent_s / number * (self.config.max_steps - number)
+            shown = (
+                number,
+                self.config.max_steps,
+                agreed["ce/nll/mean"],
+                agreed["optim/lr"],
+                spent_s,
+                left_s,
+            )
+            log.info("step %d/%d  loss %.4f  lr %.2e  %.0f s spent, %.0f s left", *shown)
 
 
 def _save(step: TrainStep, source: Path, temporary: Path, output: Path, world: World) -> None:

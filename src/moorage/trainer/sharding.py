@@ -11,7 +11,7 @@ Does not know how a row is packed or what is trained.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -55,8 +55,8 @@ def shard(module: torch.nn.Module, world: World, compute: torch.dtype, reduce: t
 
 
 def read_weights(module: Any, path: Path, world: World, dtype: torch.dtype) -> None:
-    """Fill the shards of a meta-device model from the safetensors files in `path`, by transformers' own loader
-    (which undoes the differences between files and modules), and make the buffers that files do not hold."""
+    """Fill the shards of a meta-device model from the safetensors files in `path`, by transformers' own
+    loader (which undoes the differences between files and modules), and make the buffers no file holds."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.modeling_utils import LoadStateDictConfig
 
@@ -68,14 +68,15 @@ def read_weights(module: Any, path: Path, world: World, dtype: torch.dtype) -> N
         device_map={"": world.device},
         device_mesh=world.mesh,
         dtype=dtype,
-        weight_mapping=get_model_conversion_mapping(module),
+        weight_mapping=cast(Any, get_model_conversion_mapping(module)),
     )
     info, _ = type(module)._load_pretrained_model(module, None, files, settings)
     missing = set(info.missing_keys) - set(module.all_tied_weights_keys)
     if missing or info.mismatched_keys or info.conversion_errors:
         raise ConfigError(
             f"the weights in {path} do not fit the model: missing {sorted(missing)[:5]}, of another shape "
-            f"{[entry[0] for entry in info.mismatched_keys][:5]}, not convertible {list(info.conversion_errors)[:5]}"
+            f"{[entry[0] for entry in info.mismatched_keys][:5]}, "
+            f"not convertible {list(info.conversion_errors)[:5]}"
         )
     type(module)._finalize_model_loading(module, settings, info)
     left = [name for name, tensor in module.state_dict(keep_vars=True).items() if tensor.is_meta]

@@ -127,7 +127,7 @@ class CheckpointStore:
 
 
 def stage_on_cpu(value: Any, world: World) -> Any:
-    """A copy of nested state on the CPU, shards staying shards, so that training may go on while it is written."""
+    """A copy of nested state on the CPU, shards staying shards: training may go on while it is written."""
     if isinstance(value, dict):
         return {key: stage_on_cpu(item, world) for key, item in value.items()}
     if isinstance(value, list | tuple):

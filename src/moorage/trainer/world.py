@@ -81,8 +81,8 @@ def make_world(config: TrainerConfig) -> World:
     size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     if size != config.num_ranks:
         raise ConfigError(
-            f"trainer.num_ranks is {config.num_ranks} but {size} rank(s) were started; start it with torchrun "
-            f"--nproc-per-node {config.num_ranks}, or let `moorage rl` do so"
+            f"trainer.num_ranks is {config.num_ranks} but {size} rank(s) were started; start it with "
+            f"torchrun --nproc-per-node {config.num_ranks}, or let `moorage rl` do so"
         )
     torch.set_num_threads(config.num_threads)
     device = _choose_device(config.device, int(os.environ.get("LOCAL_RANK", "0")))
@@ -104,13 +104,14 @@ def _choose_device(name: str, local_rank: int) -> torch.device:
 
 def _join(config: TrainerConfig, rank: int, size: int, device: torch.device, sharded: bool) -> World:
     import torch.distributed as dist
+    from torch._C._distributed_c10d import HashStore
     from torch.distributed.device_mesh import init_device_mesh
 
     timeout = datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if not dist.is_initialized():
         if size == 1:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
         else:
             dist.init_process_group(backend, timeout=timeout)
     replicate = config.replicate if sharded else size

@@ -31,7 +31,7 @@ def make_loss(table: Mapping[str, Any]) -> PolicyLoss:
         raise ConfigError(
             f"trainer.loss needs a `type`, one of {', '.join(sorted(LOSSES))} or an import path"
         )
-    cls = LOSSES.get(name) or _import_loss(name)
+    cls: Any = LOSSES.get(name) or _import_loss(name)
     if dataclasses.is_dataclass(cls):
         fields = [field.name for field in dataclasses.fields(cls) if field.init]
         for key in options:

@@ -7,7 +7,7 @@ returns a sum, never a mean: the step divides by the weight of the whole step ov
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -38,7 +38,7 @@ class LossOutput:
 class PolicyLoss(Protocol):
     """A policy loss. `metric_names` are reported every step, also by a rank that has no member token."""
 
-    metric_names: tuple[str, ...]
+    metric_names: ClassVar[tuple[str, ...]]
 
     def __call__(self, inputs: LossInputs) -> LossOutput: ...
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -20,7 +21,7 @@ class IPO:
     eps: float = 0.3
     adv_tau: float = 1.0
     max_importance_ratio: float = 1e4
-    metric_names = ("loss/is_masked",)
+    metric_names: ClassVar[tuple[str, ...]] = ("loss/is_masked",)
 
     def __post_init__(self) -> None:
         if not 0 < self.eps <= 1:

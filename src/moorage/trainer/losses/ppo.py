@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -16,7 +17,7 @@ class PPO:
     ratio_low: float = 0.8
     ratio_high: float = 1.2
     max_importance_ratio: float = 1e4
-    metric_names = ("loss/is_clipped",)
+    metric_names: ClassVar[tuple[str, ...]] = ("loss/is_clipped",)
 
     def __post_init__(self) -> None:
         if not 0 <= self.ratio_low <= 1 <= self.ratio_high:
