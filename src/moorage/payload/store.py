@@ -26,6 +26,9 @@ from moorage.payload.spool import Spool, attempt_keys
 from moorage.records.payload import Ledger
 
 
+_LOOK_AGAIN_S = 0.01
+
+
 class Damaged(Exception):
     """A kept blob cannot be read whole; the message names the file."""
 
@@ -99,7 +102,7 @@ class Store:
 
     def open(self, blob_id: str) -> tuple[int, int] | None:
         """(file descriptor, size) of a kept blob, None when it is unknown or freed. Raises Damaged."""
-        for attempt in range(2):
+        for last in (False, False, True):
             located = self._locate(blob_id)
             if located is None:
                 return None
@@ -107,8 +110,10 @@ class Store:
             try:
                 fd = os.open(spool.path_of(entry), os.O_RDONLY | os.O_CLOEXEC)
             except OSError as error:
-                if attempt == 0:
-                    continue  # freed between the look-up and the open: look again
+                if not last:  # freed, or adopted by another attempt, since it was looked up
+                    time.sleep(_LOOK_AGAIN_S)
+                    self.refresh()
+                    continue
                 spool.mark_damaged(blob_id)
                 raise Damaged(f"payload file {spool.path_of(entry)}: {error.strerror}") from error
             size = os.fstat(fd).st_size
@@ -128,7 +133,7 @@ class Store:
                 self.refresh()
             with self._lock:
                 for spool in reversed(self._spools.values()):
-                    if (entry := spool.find(blob_id)) is not None:
+                    if (entry := spool.find(blob_id)) is not None and not spool.ended:
                         return spool, entry
         return None
 
