@@ -53,7 +53,7 @@ class Answers:
         return known is not None
 
     def tend(self, leased: Container[bytes]) -> None:
-        """Try undelivered answers again, forget those of peers without a lease and remembered ones past use."""
+        """Try undelivered answers again; forget those of peers without a lease, and old remembered ones."""
         oldest = time.monotonic() - KEPT_S
         while self._kept and next(iter(self._kept.values()))[0] < oldest:
             self._kept.popitem(last=False)

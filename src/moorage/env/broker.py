@@ -3,19 +3,17 @@
 | part | does | unblocked by |
 |---|---|---|
 | `Port.on_frames` | reads requests, answers or queues them | clients |
-| `Workers` callbacks | turn a run's ending into its answer | workers, their deaths |
-| `_tick` | deadlines, leases, late cancels, undelivered replies | the clock |
+| `Workers` callbacks | tell `Runs` how runs ended | workers, their deaths |
+| `_tick_forever` | deadlines, late cancels, leases, undelivered answers | the clock |
 | `_stop_wanted` | ends the server in order | SIGTERM, parent's death, third worker death |
 
-Promises: no request is left without an answer; a run is answered by its deadline whatever its worker does;
-bodies of tasks and episodes are forwarded, never decoded here. Rules live in `delivery`, `leases`, `streams`;
-this module gathers facts, asks them, and carries out what they say.
+Promises: no request is left without an answer; bodies of tasks and episodes are forwarded, never decoded
+here. Rules live in `delivery`, `leases` and `streams`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import heapq
 import importlib.metadata
 import logging
 import os
@@ -24,10 +22,9 @@ import secrets
 import signal
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -42,22 +39,16 @@ from moorage.core.parent import watch_parent
 from moorage.core.rundir import Heartbeat, RunDir, write_json_atomic
 from moorage.env import protocol as wire
 from moorage.env.answers import Answers
-from moorage.env.channel import Kind
-from moorage.env.delivery import Abort, Answer, Delivery, Discard, Instruction, Send, State
+from moorage.env.delivery import State
 from moorage.env.environment import Environment, load_environment
 from moorage.env.leases import Holder, Leases, holder_of
 from moorage.env.port import Port
+from moorage.env.runs import Runs
 from moorage.env.store import Store
 from moorage.env.worker import Assignment
 from moorage.env.workers import Callbacks, Workers
 
 TICK_S = 0.25
-DEADLINE_GRACE_S = 1.0
-"""A worker answers for its own deadlines; so long after one the broker does."""
-GONE_S = 30.0
-"""A run that was ended and is still there after this takes its worker along."""
-RESEND_S = 2.0
-"""A reply that the client still asks for so long after it was sent is sent again."""
 DRAIN_S = 10.0
 READY_S = 300.0
 FDS_PER_RUN = 3
@@ -67,51 +58,11 @@ log = get_logger(__name__)
 
 
 @dataclass
-class Run:
-    """A run that is not over. `identity` and `frame_id` say where its answer goes."""
-
-    identity: bytes
-    frame_id: bytes
-    method: bytes
-    cost: int
-    body: bytes
-    deadline: float
-
-
-@dataclass
-class CancelWait:
-    """A cancel that is answered when its runs have ended, or at `until`."""
-
-    identity: bytes
-    frame_id: bytes
-    live: tuple[str, ...]
-    left: set[str]
-    until: float
-
-
-@dataclass
 class Counts:
     """What went wrong so far."""
 
     malformed: int = 0
     disconnected: int = 0
-
-
-@dataclass
-class _Timers:
-    """Deadlines: (when, request id, what happens then)."""
-
-    heap: list[tuple[float, str, str]] = field(default_factory=list)
-
-    def add(self, when: float, request_id: str, what: str) -> None:
-        heapq.heappush(self.heap, (when, request_id, what))
-
-    def due(self, now: float) -> list[tuple[str, str]]:
-        out = []
-        while self.heap and self.heap[0][0] <= now:
-            _, request_id, what = heapq.heappop(self.heap)
-            out.append((request_id, what))
-        return out
 
 
 class Broker:
@@ -126,17 +77,11 @@ class Broker:
         self.store_name = f"{config.source.name}.{node_name()}"
         self.store = Store(config, f"{config.split}/{self.store_name}", self.server_id, token)
         self.leases = Leases(config.run_id, config.attempt)
-        self.delivery = Delivery()
         self.counts = Counts()
         self.address = ""
         self.fatal: str | None = None
         self._owner = TaskOwner("broker")
-        self._runs: dict[str, Run] = {}
-        self._queue: deque[str] = deque()
-        self._replies: dict[str, tuple[float, bytes]] = {}
         self._busy: set[tuple[bytes, bytes]] = set()
-        self._cancels: list[CancelWait] = []
-        self._timers = _Timers()
         self._stream_thread = ThreadPoolExecutor(1, "streams")
         self._draining = False
         self._stop_wanted = asyncio.Event()
@@ -171,13 +116,14 @@ class Broker:
             self.config.source.max_concurrent,
             self._assignment(),
             Callbacks(
-                on_ended=self._on_ended,
-                on_ready=self._pump,
-                on_death=self._on_death,
+                on_ended=lambda *ending: self._runs.on_ended(*ending),
+                on_ready=lambda: self._runs.pump(),
+                on_death=lambda *death: self._runs.on_death(*death),
                 on_final=self._on_final,
                 spared=lambda: self.store.service_pid,
             ),
         )
+        self._runs = Runs(self._answers, self.store, self._workers)
         await self._workers.start()
         self._owner.start(self._tick_forever(), "tick", forever=True)
         self._owner.start(self.store.watch(), "payload service", forever=True)
@@ -221,18 +167,16 @@ class Broker:
         """Serve until a stop is wanted, then drain and end everything."""
         await self._stop_wanted.wait()
         self._draining = True
-        end = time.monotonic() + (0 if self.fatal else DRAIN_S)
-        while self.delivery.entries and time.monotonic() < end:
-            await asyncio.sleep(0.02)
+        await self._runs.wait_over(None, 0 if self.fatal else DRAIN_S)
         await self.close()
 
     async def close(self) -> None:
         """Answer what is left, end the workers, free what nobody owns."""
         self._draining = True
         reason = f"the env server is stopping: {self.fatal}" if self.fatal else "the env server is stopping"
-        for holder in {entry.holder for entry in self.delivery.entries.values()}:
-            self._carry_out(self.delivery.drop(holder, "server_stopping", reason))
-        self._answer_cancels(float("inf"))
+        for holder in {entry.holder for entry in self._runs.delivery.entries.values()}:
+            self._runs.drop(holder, "server_stopping", reason)
+        self._runs.tend(float("inf"))
         await self._workers.stop()
         self._watching.cancel()
         await self._owner.close()
@@ -275,16 +219,12 @@ class Broker:
             case wire.Ping():
                 self._later(identity, frame_id, self._ping(identity, holder, request))
             case wire.Ack():
-                owned, unknown = self.delivery.ack(request.ids, holder.key)
-                for request_id in owned:
-                    self._forget(request_id)
-                self._answers.reply(
-                    identity, frame_id, wire.AckReply(owned=tuple(owned), unknown=tuple(unknown))
-                )
+                self._runs.ack(identity, frame_id, holder, request)
             case wire.Cancel():
-                self._cancel(identity, frame_id, holder, request)
+                self._runs.cancel(identity, frame_id, holder, request)
             case wire.RunRollout():  # RunGroup is one
-                self._admit(identity, frame_id, method, body, holder, request)
+                self._check_run(request)
+                self._runs.admit(identity, frame_id, method, body, holder, request)
             case wire.Bye():
                 self._later(identity, frame_id, self._bye(holder, request))
             case _:
@@ -304,11 +244,11 @@ class Broker:
         displaced = self.leases.hello(holder, time.monotonic())
         for other in displaced:
             log.info("%s takes over from %s", holder, other)
-            self._drop(other, "cancelled", f"{holder} has taken over")
-            self.delivery.forget_owned(other.key)
+            self._runs.drop(other.key, "cancelled", f"{holder} has taken over")
+            self._runs.delivery.forget_owned(other.key)
         if displaced:
             self.streams.close_all()
-            await self._until_gone({other.key for other in displaced})
+            await self._runs.wait_over({other.key for other in displaced}, wire.CANCEL_S)
             await self.store.discard_all("env_server", request.adopt)
         await self.store.adopt(request.adopt)
         return wire.HelloReply(
@@ -322,34 +262,23 @@ class Broker:
         )
 
     async def _ping(self, identity: bytes, holder: Holder, request: wire.Ping) -> msgspec.Struct:
-        unknown = []
-        for request_id in request.open:
-            if self.delivery.knows(request_id, holder.key):
-                self._resend(request_id)
-            elif not self._answers.repeat(identity, request_id.encode()):
-                unknown.append(request_id)
+        unknown = self._runs.settle(identity, holder, request.open)
+        delivery = self._runs.delivery
         return wire.PingReply(
             server_id=self.server_id,
             load=self._load(),
-            in_flight=self.delivery.count(State.RUNNING) + self.delivery.count(State.QUEUED),
+            in_flight=delivery.count(State.RUNNING) + delivery.count(State.QUEUED),
             ledger=await self.store.ledger(),
             unknown=tuple(unknown),
         )
 
-    def _resend(self, request_id: str) -> None:
-        """The client still waits for this reply: it may have been lost."""
-        sent, body = self._replies.get(request_id, (0.0, b""))
-        if body and time.monotonic() - sent > RESEND_S:
-            run = self._runs[request_id]
-            self._replies[request_id] = (time.monotonic(), body)
-            self._answers.send(run.identity, run.frame_id, wire.REPLY, body)
-
     def _load(self) -> wire.Load:
+        delivery = self._runs.delivery
         return wire.Load(
             workers=self._workers.num_ready,
-            running=self.delivery.count(State.RUNNING),
-            queued=self.delivery.count(State.QUEUED),
-            unacknowledged=self.delivery.count(State.REPLIED),
+            running=delivery.count(State.RUNNING),
+            queued=delivery.count(State.QUEUED),
+            unacknowledged=delivery.count(State.REPLIED),
             streams=len(self.streams),
             malformed=self.counts.malformed,
             disconnected=self.counts.disconnected,
@@ -386,135 +315,25 @@ class Broker:
         self._busy.discard(key)
         self._answers.remember(*key, kind, body)
 
-    # -- runs
-
-    def _admit(
-        self,
-        identity: bytes,
-        frame_id: bytes,
-        method: bytes,
-        body: bytes,
-        holder: Holder,
-        request: wire.RunRollout,
-    ) -> None:
+    def _check_run(self, request: wire.RunRollout) -> None:
         if self._draining:
             raise EnvServerError("server_stopping", "the env server is stopping")
-        cost = request.n if isinstance(request, wire.RunGroup) else 1
         if isinstance(request, wire.RunGroup) and not self.environment.scores_groups:
             raise EnvServerError(
                 "bad_request",
                 f"{self.environment.env_id} scores no groups (it defines no score_group): use run_rollout",
             )
-        if cost < 1 or not 0 < request.deadline_s < 1e8:
-            raise EnvServerError(
-                "bad_request", f"n = {cost}, deadline_s = {request.deadline_s}: both above 0"
-            )
-        request_id = frame_id.decode()
-        if not self.delivery.admit(request_id, holder.key):
-            raise EnvServerError("bad_request", f"request id {request_id!r} is taken")
-        deadline = time.monotonic() + request.deadline_s
-        self._runs[request_id] = Run(identity, frame_id, method, cost, body, deadline)
-        self._timers.add(deadline, request_id, "queued")
-        self._queue.append(request_id)
-        self._pump()
-
-    def _pump(self) -> None:
-        """Give queued runs to workers, first come first served."""
-        while self._queue:
-            request_id = self._queue[0]
-            if self.delivery.state(request_id) is not State.QUEUED:
-                self._queue.popleft()
-                continue
-            run = self._runs[request_id]
-            worker = self._workers.choose(run.cost)
-            if worker is None:
-                return
-            self._queue.popleft()
-            self.delivery.dispatched(request_id)
-            left_s = max(0.001, run.deadline - time.monotonic())
-            kind = Kind.GROUP if run.method == b"run_group" else Kind.RUN
-            self._workers.give(worker, kind, request_id, run.cost, left_s, run.body)
-            run.body = b""
-
-    def _on_ended(self, request_id: str, kind: int, kept: int, body: bytes) -> None:
-        if kind == Kind.DONE:
-            self._carry_out(self.delivery.finished(request_id, kept > 0), body)
-        else:
-            error = wire.decode_error(body)
-            self._carry_out(self.delivery.failed(request_id, kept > 0, error.kind, str(error)))
-        self._ended(request_id)
-        self._pump()
-
-    def _on_death(self, request_ids: list[str], message: str) -> None:
-        for request_id in request_ids:
-            self._carry_out(self.delivery.worker_died(request_id, message))
-            self._ended(request_id)
 
     def _on_final(self, message: str) -> None:
         self.fail(f"three workers died within a minute; the last: {message}")
 
-    def _ended(self, request_id: str) -> None:
-        """No worker has this run any more."""
-        for wait in self._cancels:
-            wait.left.discard(request_id)
-        if self._cancels:
-            self._answer_cancels(time.monotonic())
-
-    def _carry_out(self, instructions: list[Instruction], body: bytes = b"") -> None:
-        for instruction in instructions:
-            match instruction:
-                case Send(request_id):
-                    run = self._runs[request_id]
-                    self._replies[request_id] = (time.monotonic(), body)
-                    self._answers.send(run.identity, run.frame_id, wire.REPLY, body)
-                case Answer(request_id, kind, message):
-                    run = self._runs[request_id]
-                    answer = wire.encode_error(kind, message)
-                    self._answers.remember(run.identity, run.frame_id, wire.ERROR, answer)
-                case Abort(request_id):
-                    self._timers.add(time.monotonic() + GONE_S, request_id, "gone")
-                    self._workers.cancel(request_id)
-                case Discard(request_id):
-                    self.store.discard(request_id)
-            if self.delivery.state(instruction.id) is None:
-                self._forget(instruction.id)
-
-    def _forget(self, request_id: str) -> None:
-        self._runs.pop(request_id, None)
-        self._replies.pop(request_id, None)
-
-    def _cancel(self, identity: bytes, frame_id: bytes, holder: Holder, request: wire.Cancel) -> None:
-        live, instructions = self.delivery.cancel(request.ids, holder.key)
-        self._carry_out(instructions)
-        left = {i for i in request.ids if self.delivery.state(i) is State.ABORTING}
-        wait = CancelWait(identity, frame_id, tuple(live), left, time.monotonic() + wire.CANCEL_S)
-        self._cancels.append(wait)
-        self._answer_cancels(time.monotonic())
-
-    def _answer_cancels(self, now: float) -> None:
-        waiting, self._cancels = self._cancels, []
-        for wait in waiting:
-            if wait.left and now < wait.until:
-                self._cancels.append(wait)
-            else:
-                self._answers.reply(wait.identity, wait.frame_id, wire.CancelReply(live=wait.live))
-
-    def _drop(self, holder: Holder, kind: str, message: str) -> None:
-        self._carry_out(self.delivery.drop(holder.key, kind, message))
-
-    async def _until_gone(self, keys: set[str]) -> None:
-        """Until no worker has a run of these holders any more, at most `CANCEL_S`."""
-        end = time.monotonic() + wire.CANCEL_S
-        while any(e.holder in keys for e in self.delivery.entries.values()) and time.monotonic() < end:
-            await asyncio.sleep(0.01)
-
     async def _bye(self, holder: Holder, request: wire.Bye) -> msgspec.Struct:
         leaving = [h for h in self.leases.holders if (h.run_id, h.attempt) == (holder.run_id, holder.attempt)]
         for other in leaving:
-            self._drop(other, "cancelled", "the run has said bye")
-        await self._until_gone({other.key for other in leaving})
+            self._runs.drop(other.key, "cancelled", "the run has said bye")
+        await self._runs.wait_over({other.key for other in leaving}, wire.CANCEL_S)
         for other in leaving:
-            self.delivery.forget_owned(other.key)
+            self._runs.delivery.forget_owned(other.key)
             self.leases.end(other)
         await self.store.discard_all("shutdown", request.retain)
         return wire.ByeReply(ledger=await self.store.ledger(fresh=True))
@@ -536,30 +355,11 @@ class Broker:
         while True:
             await asyncio.sleep(TICK_S)
             now = time.monotonic()
-            for request_id, what in self._timers.due(now):
-                self._on_timer(request_id, what)
-            self._answer_cancels(now)
+            self._runs.tend(now)
             self._answers.tend({wire.routing_id(h.run_id, h.attempt, h.source) for h in self.leases.holders})
             for holder in self.leases.expire(now):
                 log.warning("%s has been silent for %g s and loses its lease", holder, wire.LEASE_S)
-                self._drop(holder, "cancelled", "the lease was lost")
-
-    def _on_timer(self, request_id: str, what: str) -> None:
-        run = self._runs.get(request_id)
-        state = self.delivery.state(request_id)
-        if run is None or state is None:
-            return
-        message = "the run did not end by its deadline (deadline_s)"
-        if what == "queued" and state is State.QUEUED:
-            self._carry_out(self.delivery.expired(request_id, f"{message}: it was still queued"))
-        elif what == "queued" and state is State.RUNNING:
-            self._timers.add(run.deadline + DEADLINE_GRACE_S, request_id, "running")
-        elif what == "running" and state is State.RUNNING:
-            self._carry_out(self.delivery.expired(request_id, message))
-            if self._workers.is_stuck(request_id):
-                self._workers.kill(request_id, f"stuck, with run {request_id} past its deadline")
-        elif what == "gone" and state is State.ABORTING:
-            self._workers.kill(request_id, f"run {request_id} did not end within {GONE_S:g} s of being ended")
+                self._runs.drop(holder.key, "cancelled", "the lease was lost")
 
     def _on_disconnect(self, _: list[bytes]) -> None:
         self.counts.disconnected += 1

@@ -1,8 +1,8 @@
 """The channel between a broker and one worker: a socket pair with length-prefixed messages.
 
-A socket pair has no address and no file, needs no secret, and tells each side at once when the other has died.
-Promises: messages arrive whole and in order; `on_lost` is called exactly once, when the other side is gone.
-It does not know what the messages mean beyond their kind.
+A socket pair has no address and no file, needs no secret, and tells each side at once when the other has
+died. Promises: messages arrive whole and in order; `on_lost` is called exactly once, when the other side is
+gone. It does not know what the messages mean beyond their kind.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Kind(IntEnum):
 
 
 Handler = Callable[[int, bytes, float, bytes], None]
-"""(kind, request id, number, body). The number is a deadline in seconds (RUN, GROUP) or the count of kept blobs
-(DONE, FAILED)."""
+"""(kind, request id, number, body). The number is a deadline in seconds (RUN, GROUP), or how many blobs were
+kept (DONE, FAILED)."""
 
 
 class Channel(asyncio.Protocol):

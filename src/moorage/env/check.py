@@ -13,8 +13,9 @@ import secrets
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import verifiers.v1 as vf
 from rich.console import Console
 from rich.markup import escape
 from verifiers.v1.episode import WireEpisode
@@ -46,7 +47,7 @@ def run(config: EnvServerConfig, endpoint: str, model: str = "policy", console: 
 
 @contextlib.contextmanager
 def _scratch(config: EnvServerConfig) -> Iterator[EnvServerConfig]:
-    """The same server, with nothing of it left behind: one worker, spool and run folder that go afterwards."""
+    """The same server with one worker, and with a run folder and a spool that go afterwards."""
     token = os.environ.setdefault("MOORAGE_TOKEN", secrets.token_hex(32))
     with tempfile.TemporaryDirectory(prefix="moorage-check-") as folder:
         yield config.model_copy(
@@ -119,7 +120,7 @@ def show_episode(episode: WireEpisode, console: Console) -> None:
         _show("rewards", {n: None if r is None else r.value for n, r in trace.rewards.items()}, console)
         _show("metrics", dict(trace.metrics), console)
         _show("info", {n: v for n, v in trace.info.items() if n != INFO_KEY}, console)
-        payload = read_payload(trace)
+        payload = read_payload(cast(vf.Trace, trace))
         for branch in payload.branches if payload else ():
             console.print(
                 f"  payload of branch {branch.branch}: {branch.num_tokens} tokens, {branch.num_trainable} "

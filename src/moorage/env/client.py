@@ -75,7 +75,7 @@ class Ping:
 
 @dataclass(frozen=True)
 class RolloutCall:
-    """One run. `policy_version` is None for a frozen policy; `deadline_s` counts from the server's receipt."""
+    """One run. `policy_version` is None for a frozen policy; `deadline_s` counts from receipt."""
 
     task: dict[str, Any]
     model: str

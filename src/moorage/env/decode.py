@@ -1,8 +1,8 @@
 """Decoding an episode without stopping the event loop.
 
-A reply is verifiers' own dump as msgpack. Validating a long one takes hundreds of milliseconds, and a thread
-would not help: the validator holds the interpreter. So message nodes and model calls, which are what grows, are
-decoded and validated one by one, and whenever `SLICE_S` is used up the loop runs in between.
+A reply is verifiers' own dump as msgpack. Validating a long one takes hundreds of milliseconds, and a
+thread would not help: the validator holds the interpreter. So message nodes and model calls, which are what
+grows, are decoded and validated one by one, and whenever `SLICE_S` is used up the loop runs in between.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Tell the worker to end this run. An `ended`, `finished` or `failed` event follows, or the worker's death."""
+    """Tell the worker to end this run. `finished`, `failed` or the worker's death follows."""
 
     id: str
 

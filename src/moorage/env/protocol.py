@@ -1,4 +1,4 @@
-"""The env server's RPC contract: records, kinds of error, frames and their limits (docs/protocols.md section 1).
+"""The env server's RPC contract: records, kinds of error, frames, limits (docs/protocols.md section 1).
 
 Owns what crosses between an `EnvClient` and a broker. Promises:
 
@@ -95,7 +95,7 @@ class CloseStream(Request):
 
 
 class RunRollout(Request):
-    """One episode of a task. `policy_version` is None for a frozen policy; `deadline_s` counts from receipt."""
+    """One episode. `policy_version` is None for a frozen policy; `deadline_s` counts from receipt."""
 
     task: msgspec.Raw
     model: str

@@ -1,8 +1,8 @@
 """Several servers of one source as one: least busy, one coherent stream, dead ones passed over (R28).
 
-Promises: a run goes to the living server with the fewest runs of ours in flight; tasks come from one server at
-a time, and when that dies the next one continues its streams where they stood; a dead server's calls have
-failed by themselves (`EnvClient`), so nothing waits for it. It does not start or restart servers.
+Promises: a run goes to the living server with the fewest runs of ours in flight; tasks come from one server
+at a time, and when that dies the next one continues its streams where they stood; a dead server's calls
+have failed by themselves (`EnvClient`), so nothing waits for it. It does not start or restart servers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Running episodes: from a request's task to the bytes of its reply, inside a worker.
 
-Owns one verifiers environment and what its model calls need. Promises: an episode's arrays are kept before its
-reply is made; nothing is written for a request once `run` has returned or raised; replies hold no per-token
-array (R1, R2). It does not know the broker, nor deadlines other than the one it is given.
+Owns one verifiers environment and what its model calls need. Promises: an episode's arrays are kept before
+its reply is made; nothing is written for a request once `run` has returned or raised; replies hold no per-
+token array (R1, R2). It does not know the broker, nor deadlines other than the one it is given.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moorage.engine.generate import GenerateClient
 from moorage.engine.render import RendererPool
 from moorage.env.detectors import make_detectors
 from moorage.env.keep import keep_episode, read_payload
-from moorage.env.model_client import ModelService, policy_client, serving
+from moorage.env.model_client import ModelService, MooredClientConfig, policy_client, serving
 from moorage.env.protocol import RunRollout, check_size, encode
 from moorage.env.resolve import load_env, task_from_wire
 from moorage.env.turns import Run, SideTable
@@ -63,6 +63,7 @@ class Runner:
         self.spool = Spool(
             assignment.spool_root, assignment.attempt_key, config.spool_budget_mib << 20, create=False
         )
+        self.detectors = make_detectors(config.detectors, config.model_path)
         self.detectors = make_detectors(config.detectors, config.model_path)
         self._kept: dict[str, int] = {}
 
@@ -152,7 +153,7 @@ class Runner:
 
 
 @lru_cache(maxsize=256)
-def _policy_client(endpoint: str) -> vf.BaseClientConfig:
+def _policy_client(endpoint: str) -> MooredClientConfig:
     """One config for each engine: verifiers builds one client for equal configs, and making one is slow."""
     return policy_client(endpoint)
 

@@ -114,7 +114,7 @@ class Worker:
             return EnvServerError("deadline", f"the run did not end within {deadline_s:g} s (deadline_s)")
         except EnvServerError as error:
             return error
-        except Exception as error:  # noqa: BLE001 - one failed run must not take its siblings along
+        except Exception as error:
             log.warning("run %s failed", request_id.decode(), exc_info=True)
             return EnvServerError("task_error", f"{type(error).__name__}: {error}")
 

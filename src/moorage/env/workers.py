@@ -1,9 +1,9 @@
 """The broker's workers: starting, choosing, watching and ending them.
 
-Owns the worker processes. Promises: a run goes to the least busy worker that has room for it; a worker's load
-falls whatever the ending of its runs; a dead worker is noticed at once (its channel closes), reported with the
-runs it had, and started again, and what it left running is ended; the third death within a minute is
-reported as final. It does not know clients, nor what a run is beyond its id and cost.
+Owns the worker processes. Promises: a run goes to the least busy worker that has room for it; a worker's
+load falls whatever the ending of its runs; a dead worker is noticed at once (its channel closes), reported
+with the runs it had, and started again, and what it left running is ended; the third death within a minute
+is reported as final. It does not know clients, nor what a run is beyond its id and cost.
 """
 
 from __future__ import annotations
