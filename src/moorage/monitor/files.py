@@ -10,8 +10,8 @@ from typing import Any
 
 
 class FileMonitor:
-    """Appends rows; each is flushed, so a killed process loses none. A torn last line of an earlier attempt is
-    ended first, so that it does not spoil the next row."""
+    """Appends rows; each is flushed, so a killed process loses none. A torn last line of an earlier attempt
+    is ended first, so that it does not spoil the next row."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,7 @@ class WandbMonitor:
         self, config: WandbConfig, *, run_name: str, run_id: str, process: str, folder: Path
     ) -> None:
         try:
-            import wandb
+            import wandb  # pyright: ignore[reportMissingImports]
         except ImportError:
             raise ConfigError(
                 "monitor.wandb is set, but wandb is not installed: pip install 'moorage[wandb]'"

@@ -42,8 +42,8 @@ async def connect_source(
     watch: PeerWatch,
     adopt: Iterable[str] = (),
 ) -> tuple[Environment, Hello]:
-    """Connect to all servers of a source. Raises EnvServerError when one does not come up, ConfigError when an
-    eval source is infinite and says no number."""
+    """Connect to all servers of a source. Raises EnvServerError when one does not come up, ConfigError when
+    an eval source is infinite and says no number."""
     addresses = (
         [config.address] if config.address else await wait_for_addresses(run, source, num_replicas, watch)
     )

@@ -1,7 +1,7 @@
 """Starts episodes, as many as may run, and reports the end of each exactly once.
 
-A thin shell over `groups` (what is owed), `admission` (who may start) and `sources` (which task next): it asks
-them, calls the env servers, and puts an `Arrived` or `Cancelled` on `events`. Promises:
+A thin shell over `groups` (what is owed), `admission` (who may start) and `sources` (which task next): it
+asks them, calls the env servers, and puts an `Arrived` or `Cancelled` on `events`. Promises:
 
 - a group's task is sampled once; its episodes are dispatched one by one, each on one permit, or as one
   indivisible run when the environment scores groups;
@@ -10,8 +10,8 @@ them, calls the env servers, and puts an `Arrived` or `Cancelled` on `events`. P
 - payloads of an episode that comes back after its group was dropped are released as `dispatcher`;
 - eval work goes first while there is any to start, and ignores the gate; train work waits for the gate.
 
-`events` is drained by the loop's consumer. It is bounded by what runs: the gate closes when it is `max_events`
-long. Does not know rewards, batches or files.
+`events` is drained by the loop's consumer. It is bounded by what runs: the gate closes when it is
+`max_events` long. Does not know rewards, batches or files.
 """
 
 from __future__ import annotations
@@ -32,7 +32,16 @@ from moorage.core.log import get_logger
 from moorage.core.metrics import Counters
 from moorage.env.client import RolloutCall
 from moorage.orchestrator.admission import Admission
-from moorage.orchestrator.events import Arrived, Cancelled, Event, failed_episode, mark_failed, read_payloads
+from moorage.orchestrator.events import (
+    INFRA_KINDS,
+    Arrived,
+    Cancelled,
+    Event,
+    failed_episode,
+    is_infra_episode,
+    mark_failed,
+    read_payloads,
+)
 from moorage.orchestrator.groups import Cancellation, Group, Groups, Reason, Split, Work
 from moorage.orchestrator.holdings import Holdings
 from moorage.orchestrator.outcomes import Outcomes
@@ -44,8 +53,6 @@ log = get_logger(__name__)
 TICK_S = 0.5
 SAMPLE_RETRY_S = 1.0
 MAX_SAMPLE_FAILURES = 10
-INFRA_ERRORS = frozenset({"SandboxError", "InterceptionError", "TunnelError", "EngineError", "PayloadError"})
-INFRA_KINDS = frozenset({"worker_died", "unreachable", "server_stopping", "refused", "cancelled"})
 
 
 class EnvClients(Protocol):
@@ -62,6 +69,8 @@ class EnvClients(Protocol):
     async def ping(self) -> Any: ...
 
     def take_abandoned(self) -> list[WireEpisode]: ...
+
+    async def bye(self) -> Any: ...
 
     async def close(self) -> Any: ...
 
@@ -115,8 +124,8 @@ class Dispatcher:
         on_open: Callable[[str, str, dict[str, Any]], None],
     ) -> None:
         """`window`: the step that is collecting. `gate`: why train work may not start now, or None. `picker`
-        None: there is no train work (stand-alone evaluation). `on_open(group id, source, task)`: of each train
-        group."""
+        None: there is no train work (stand-alone evaluation). `on_open(group id, source, task)`: of each
+        train group."""
         self.environments: dict[Split, Mapping[str, Environment]] = {"train": train, "eval": evals}
         self.picker = picker
         self.admission = admission
@@ -187,7 +196,9 @@ class Dispatcher:
             if isinstance(group, _ToOpen):
                 opened = await self._open(group)
                 if opened is None:
-                    return SAMPLE_RETRY_S
+                    if time.monotonic() < self._sample_after:
+                        return SAMPLE_RETRY_S
+                    continue
                 group = opened
                 if self.groups.get(group.id) is None:
                     continue  # it was dropped while its task was sampled
@@ -249,6 +260,8 @@ class Dispatcher:
             if not self.training:
                 return None  # the last batch shipped while this task was sampled
             self.cursors.advance(stream, sampled.epoch, sampled.position)
+        elif not chosen.missing(chosen.num_opened - 1):
+            return None  # measured already: only the stream had to move on
         return self._open_group(environment, sampled.task, chosen)
 
     def _pick(self) -> str:
@@ -259,13 +272,13 @@ class Dispatcher:
         now = time.monotonic()
         source = environment.source
         group = Group(
-            id=self._make_id(),
+            id=chosen.group_id(chosen.num_opened - 1) if chosen else self._make_id(),
             split=source.split,
             source=source.name,
             task=task,
             step=chosen.version if chosen else self._window(),
             version=self._policy.version,
-            size=source.group_size,
+            size=chosen.missing(chosen.num_opened - 1) if chosen else source.group_size,
             indivisible=environment.scores_groups,
             opened_at=now,
             deadline_at=now + self.limits.group_deadline_s,
@@ -343,7 +356,7 @@ class Dispatcher:
         for episode in episodes:
             _check_task(group, episode)
             _check_complete(episode)
-            event = Arrived(group, episode, read_payloads(episode), duration_s, _is_infra(episode))
+            event = Arrived(group, episode, read_payloads(episode), duration_s, is_infra_episode(episode))
             self._holdings.hold(event.payloads, "dispatcher")
             arrived.append(event)
         if any(event.infra for event in arrived) and self.groups.retry(work):
@@ -503,19 +516,3 @@ def _check_complete(episode: WireEpisode) -> None:
         if trace.ok and not any(node.sampled for node in trace.nodes):
             trace.ok = False
             mark_failed(episode, "EmptyTrajectory", f"agent {trace.agent.name} took no turn")
-
-
-def _is_infra(episode: WireEpisode) -> bool:
-    """Whether a failed episode's last error says nothing about task or policy."""
-    if episode.ok:
-        return False
-    errors = [trace.errors[-1] for trace in episode.traces if not trace.ok and trace.errors]
-    errors += [episode.errors[-1]] if episode.errors else []
-    return any(_is_infra_error(error) for error in errors)
-
-
-def _is_infra_error(error: Any) -> bool:
-    if error.type in INFRA_ERRORS:
-        return True
-    transient = error.status_code is None or error.status_code >= 500 or error.status_code in (408, 429)
-    return error.type == "ProviderError" and transient

@@ -1,4 +1,5 @@
-"""`episodes/step_N/{train,eval}/{all,effective}/traces.jsonl`: one episode a line, as verifiers reads it (R14).
+"""`episodes/step_N/{train,eval}/{all,effective}/traces.jsonl`: one episode a line, as verifiers reads it
+(R14).
 
 Lines are rendered and appended by a thread, in the order in which they were given. Episodes must not be
 changed after they were given. A traceless episode gets its line as well.

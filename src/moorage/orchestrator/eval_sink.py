@@ -46,9 +46,18 @@ class EvalSink:
         self._on_pass = on_pass
         self._passes: dict[tuple[str, int], PassState] = {}
 
-    def begin(self, pass_: EvalPass) -> None:
-        """Expect the episodes of a pass."""
-        self._passes[pass_.source.name, pass_.version] = PassState(pass_)
+    def begin(self, pass_: EvalPass, episodes: list[EpisodeFacts] | None = None) -> None:
+        """Expect the episodes of a pass. `episodes`: those that an interrupted measurement had already."""
+        state = self._passes[pass_.source.name, pass_.version] = PassState(pass_)
+        for facts in episodes or []:
+            state.episodes.append(facts)
+            state.done[facts.group_id] = state.done.get(facts.group_id, 0) + 1
+        self._end_if_whole(state)
+
+    def _end_if_whole(self, state: PassState) -> None:
+        if state.is_whole:
+            del self._passes[state.pass_.source.name, state.pass_.version]
+            self._on_pass(state.pass_, score_pass(state.pass_, state.episodes))
 
     @property
     def open_passes(self) -> list[EvalPass]:
@@ -67,9 +76,7 @@ class EvalSink:
         facts = self._read(event)
         state.episodes += facts
         state.done[event.group.id] = state.done.get(event.group.id, 0) + len(facts)
-        if state.is_whole:
-            del self._passes[key]
-            self._on_pass(state.pass_, score_pass(state.pass_, state.episodes))
+        self._end_if_whole(state)
         return facts[0] if isinstance(event, Arrived) else None
 
     def _read(self, event: Event) -> list[EpisodeFacts]:

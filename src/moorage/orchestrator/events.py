@@ -48,7 +48,8 @@ Event = Arrived | Cancelled
 
 def read_payloads(episode: WireEpisode) -> dict[str, TracePayload | None]:
     """The payload record of each trace, by trace id."""
-    return {trace.id: read_payload(trace) for trace in episode.traces}
+    traces: list[Any] = [*episode.traces]  # verifiers' generics are invariant
+    return {trace.id: read_payload(trace) for trace in traces}
 
 
 def failed_episode(task: dict[str, Any], env_name: str, kind: str, message: str) -> WireEpisode:
@@ -67,3 +68,30 @@ def mark_failed(episode: WireEpisode, kind: str, message: str) -> None:
     """Turn an episode that claims to be ok into a failed one."""
     episode.ok = False
     episode.errors.append(Error(type=kind, message=message))
+
+
+INFRA_KINDS = frozenset({"worker_died", "unreachable", "server_stopping", "refused", "cancelled"})
+"""Kinds of env-server errors that say nothing about task or policy."""
+_INFRA_TYPES = INFRA_KINDS | {
+    "SampleError",
+    "SandboxError",
+    "InterceptionError",
+    "TunnelError",
+    "EngineError",
+    "PayloadError",
+}
+
+
+def is_infra_episode(episode: WireEpisode) -> bool:
+    """Whether a failed episode's last errors say that it was lost to infrastructure."""
+    if episode.ok:
+        return False
+    errors = [trace.errors[-1] for trace in episode.traces if not trace.ok and trace.errors]
+    errors += episode.errors[-1:]
+    return any(_is_infra_error(error) for error in errors)
+
+
+def _is_infra_error(error: Error) -> bool:
+    """A provider's refusal (too long a prompt) is the policy's doing; its outage is not."""
+    transient = error.status_code is None or error.status_code >= 500 or error.status_code in (408, 429)
+    return error.type in _INFRA_TYPES or (error.type == "ProviderError" and transient)

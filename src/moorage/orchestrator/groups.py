@@ -34,8 +34,8 @@ class Work:
 
 @dataclass(frozen=True)
 class Cancellation:
-    """A group that was dropped: `count` episodes will not arrive. `num_started` of them had begun (and may have
-    been waiting for a retry), `num_running` were running."""
+    """A group that was dropped: `count` episodes will not arrive. `num_started` of them had begun (and may
+    have been waiting for a retry), `num_running` were running."""
 
     group: Group
     reason: Reason

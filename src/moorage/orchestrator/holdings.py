@@ -87,7 +87,8 @@ class Holdings:
             await asyncio.sleep(COLLECT_S)  # one request for many ids
 
     async def flush(self) -> None:
-        """Send everything that is queued. The client carries over what it cannot deliver, cancelled or not."""
+        """Send everything that is queued. The client carries over what it cannot deliver, cancelled or
+        not."""
         queued, self._queue = self._queue, {}
         sends = [asyncio.to_thread(self._client.release, refs, holder) for holder, refs in queued.items()]
         if sends:

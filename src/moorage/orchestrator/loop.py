@@ -1,16 +1,25 @@
 """The orchestrator process.
 
-| loop | consumes | produces | waits for | unblocked by |
-|---|---|---|---|---|
-| dispatch | tasks, permits, the gate | episodes on `events` | a free permit, a task, an open gate | an ending episode, the env server, a live policy version or a shipped batch; looks again every 0.5 s |
-| consume | `events` | scored traces, eval figures, episode lines | an event; a scoring hook | dispatch; the algorithm |
-| ship | scored traces | batch files, checkpoint parts, metrics rows | a full batch; policy version step - 1 - max_ahead | consume (looks again every 1 s); policy |
-| policy | weights in the run folder | engines on a new version, due evals | READY of a newer version | the trainer; its death (`PeerWatch`) |
-| releases | dropped payloads | deletes at the payload services | something to delete | dispatch, the sinks |
-| episodes | episodes | traces.jsonl | 0.2 s | the clock |
-| ping | | ledgers, abandoned payloads | 1 s; the env servers' answers | the clock; the client's own deadline |
-| watch trainer | heartbeat, END.json | the end of this process | 1 s | the clock |
-| stall, lag | what the others await | a log line every 60 s without movement; loop lag | the clock | the clock |
+Each loop: what it consumes -> what it produces; what it waits for / who unblocks it.
+
+| loop          | consumes -> produces                     | waits for / unblocked by                        |
+|---------------|------------------------------------------|-------------------------------------------------|
+| dispatch      | tasks, permits -> episodes on `events`   | a permit / an ending episode; a task / the env  |
+|               |                                          | server; the gate / a live version, a shipped batch |
+|               |                                          | (looks again every 0.5 s)                       |
+| consume       | `events` -> scored traces, eval figures, | an event / dispatch; a scoring hook / the       |
+|               | episode lines                            | algorithm                                       |
+| ship          | scored traces -> batch files, checkpoint | a full batch / consume (looks again every 1 s); |
+|               | parts, metrics rows                      | version step - 1 - max_ahead / policy           |
+| policy        | weights in the run folder -> engines on  | READY of a newer version / the trainer, or its  |
+|               | a new version, due evals                 | death (`PeerWatch`)                             |
+| releases      | dropped payloads -> deletes              | something to delete / dispatch, the sinks       |
+| episodes      | episodes -> traces.jsonl                 | 0.2 s / the clock                               |
+| ping          | -> ledgers, abandoned payloads           | 1 s / the clock; answers / the client's deadline |
+| engines       | gauges -> choice among replicas          | 1 s / the clock; 60 s of silence end the run    |
+| watch trainer | heartbeat, END.json -> the end           | 1 s / the clock                                 |
+| stall, lag    | what the others await -> a log line      | the clock                                       |
+|               | after 60 s without movement; loop lag    |                                                 |
 
 The gate is closed while more than `max_ahead` batches are ahead of the live version, while four batches of
 scored traces wait, and while `events` is full; so every buffer is bounded by the cap and the batch size.
@@ -48,7 +57,7 @@ TOKEN_VARIABLE = "MOORAGE_TOKEN"
 
 
 def main(config: OrchestratorProcessConfig) -> int:
-    """Run one attempt. 0: all steps shipped and measured; 143: stopped; 1: failed, the last log line says why."""
+    """Run one attempt. 0: all steps shipped and measured; 143: stopped; 1: failed, the log says why."""
     setup_logging("orchestrator")
     watch_parent()
     run = RunDir(config.facts.run_dir)
@@ -71,8 +80,6 @@ async def _main(config: OrchestratorProcessConfig, run: RunDir) -> int:
     working = asyncio.create_task(run_attempt(config, run, stop))
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    if not working.done() and not stop.is_set():
-        raise AssertionError("neither done nor stopped")
     stopping.cancel()
     done = await working
     if done:
@@ -126,7 +133,8 @@ async def _set_up(
     fleet: Fleet,
     environments: dict[tuple[str, str], tuple],
 ) -> tuple[State | None, int]:
-    """Env servers, state, engines. Fills `environments`; returns the state to resume from and the live version."""
+    """Env servers, state, engines. Fills `environments`; returns the state to resume from, and the version
+    that is live."""
     settings, facts = config.orchestrator, config.facts
     trainer = PeerWatch(run, "trainer")
     state = load_state(config, run)
@@ -166,8 +174,8 @@ async def _set_up(
 
 
 def load_state(config: OrchestratorProcessConfig, run: RunDir) -> State | None:
-    """The state that this attempt continues from: the checkpoint's, or with retained batches that of the newest
-    READY batch after it. None at the first step."""
+    """The state that this attempt continues from: the checkpoint's, or with retained batches that of the
+    newest READY batch after it. None at the first step."""
     start = config.facts.start_step
     names = tuple(str(source.name) for source in config.orchestrator.train)
     newest = newest_batch(run) if config.payload.retain == "checkpoint" else None
@@ -187,7 +195,7 @@ def _read_token() -> str:
     token = os.environ.get(TOKEN_VARIABLE)
     if not token:
         raise ConfigError(
-            f"{TOKEN_VARIABLE} is not set: it holds the run's secret, which the launcher makes; started by hand, "
-            "set it to the token that the env servers were started with"
+            f"{TOKEN_VARIABLE} is not set: it holds the run's secret, which the launcher makes; started by "
+            "hand, set it to the token that the env servers were started with"
         )
     return token

@@ -1,7 +1,7 @@
 """The orchestrator's state: what a resume continues from (docs/protocols.md section 4).
 
-Written beside every batch and, at checkpoint steps, as the checkpoint's orchestrator part. It holds no payload:
-what was scored but not shipped is dispatched again from its task.
+Written beside every batch and, at checkpoint steps, as the checkpoint's orchestrator part. It holds no
+payload: what was scored but not shipped is dispatched again from its task.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 from moorage.config.orchestrator import OrchestratorConfig
 from moorage.config.run import OrchestratorProcessConfig
@@ -181,13 +182,15 @@ class Orchestrator:
     async def run(self, stop: asyncio.Event) -> bool:
         """Until the last step and the last measurement, or `stop`. True when the work is done.
 
-        Raises what a loop raised. Whatever the ending, everything held is released and all runs are cancelled.
+        Raises what a loop raised. Whatever the ending, everything held is released and all runs are
+        cancelled.
         """
         self._owner.start(self.parts.holdings.run(), "releases", forever=True)
         self._owner.start(self.episodes.run(), "episodes", forever=True)
         self._owner.start(self.lag.run(), "lag", forever=True)
         self._owner.start(self.stall.run(), "stall", forever=True)
         self._owner.start(self._ping(), "ping", forever=True)
+        self._owner.start(self.parts.engines.watch(), "engines", forever=True)
         self._owner.start(self._consume(), "consume", forever=True)
         self._owner.start(self.dispatcher.run(), "dispatch", forever=True)
         self._begin_evals(self.parts.live_version)
@@ -295,7 +298,7 @@ class Orchestrator:
         group = event.group
         span = span_of(event.payloads.values()) if group.version is not None else None
         stamp(
-            event.episode,
+            cast(Any, event.episode),  # verifiers' generics are invariant
             env_name=group.source,
             group_id=group.id,
             run_id=self.config.facts.run_id,

@@ -93,9 +93,9 @@ def load_cost(model_path: str) -> SequenceCost:
 
 
 def clean_up(run: RunDir, live_version: int, *, retain_batches: bool) -> None:
-    """Remove what nobody needs any more, now that `live_version` is live on all replicas: older weights that no
-    checkpoint names, and the batches of steps that are trained (with `retain_batches`: that a whole checkpoint
-    covers). Blocks."""
+    """Remove what nobody needs any more, now that `live_version` is live on all replicas: older weights that
+    no checkpoint names, and the batches of steps that are trained (with `retain_batches`: that a whole
+    checkpoint covers). Blocks."""
     named = {step_of(path) for path in run.checkpoints.glob("step_*")} if run.checkpoints.is_dir() else set()
     for version in ready_steps(run.weights):
         if version < live_version and version not in named:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,16 +110,28 @@ class TrainPicker:
 
 @dataclass
 class EvalPass:
-    """One measurement of one source at one policy version. `num_opened` of `num_tasks` groups have begun."""
+    """One measurement of one source at one policy version. `num_opened` of `num_tasks` groups have begun.
+
+    `done`: task position to episodes that are there already (a measurement that goes on where it stood).
+    """
 
     source: Source
     version: int
     num_tasks: int
     num_opened: int = 0
+    done: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def stream(self) -> str:
         return eval_stream(self.source.name, self.version)
+
+    def group_id(self, position: int) -> str:
+        """Id of the group of the task at `position` of the pass."""
+        return f"{self.stream}/{position}"
+
+    def missing(self, position: int) -> int:
+        """Episodes that the task at `position` still needs."""
+        return self.source.group_size - self.done.get(position, 0)
 
 
 def eval_stream(name: str, version: int) -> str:

@@ -14,8 +14,8 @@ REPORT_S = 60.0
 
 
 class StallReporter:
-    """Every loop says through `awaits` what it waits for; `moved` is called when a step ships or a measurement
-    ends. Start `run` as a task."""
+    """Every loop says through `awaits` what it waits for; `moved` is called when a step ships or a
+    measurement ends. Start `run` as a task."""
 
     def __init__(self, awaits: Callable[[], dict[str, str]], *, report_s: float = REPORT_S) -> None:
         self._awaits = awaits

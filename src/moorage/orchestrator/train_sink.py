@@ -11,8 +11,8 @@ Owns the groups that are not complete, the scored traces that wait for a batch, 
 - every payload that does not ship is released as `train_sink`, once;
 - traces ship in the order in which their groups completed.
 
-Back-pressure is the loop's: it closes the dispatch gate while `num_waiting` is too large. Does not know files,
-engines or the clock.
+Back-pressure is the loop's: it closes the dispatch gate while `num_waiting` is too large. Does not know
+files, engines or the clock.
 """
 
 from __future__ import annotations
@@ -346,8 +346,8 @@ class TrainSink:
     def cut(self, step: int) -> Batch | None:
         """The batch of `step` and the window that ends with it, or None: not enough waits.
 
-        A batch may come out smaller than asked for, because zero credit is pruned after selection. When nothing
-        is left of it, its traces are dropped, the window goes on, and None is returned.
+        A batch may come out smaller than asked for, because zero credit is pruned after selection. When
+        nothing is left of it, its traces are dropped, the window goes on, and None is returned.
         """
         self.sweep(step)
         if not self.is_ready:
@@ -427,7 +427,8 @@ class TrainSink:
         self._outcomes.drop(reason)
 
     def _drop_trace(self, event: Arrived, trace: Any, reason: str) -> None:
-        """One trace will not train. The caller has taken it out of the queue and ends the episode if it may."""
+        """One trace will not train. The caller has taken it out of the queue and ends the episode if it
+        may."""
         self._holdings.release([trace.id], "train_sink")
         self._credit.forget(trace.id)
         self.window.num_stale += reason == "stale"
@@ -499,8 +500,8 @@ class TrainSink:
         log.warning("a whole batch had zero credit only (%d in a row)", self.num_empty)
         if self.num_empty >= MAX_BARREN:
             raise ConfigError(
-                f"{MAX_BARREN} batches in a row had zero credit only: all rewards within each group are equal. "
-                "Choose easier or harder tasks, a larger group_size, or drop.zero_advantage = false"
+                f"{MAX_BARREN} batches in a row had zero credit only: all rewards within each group are "
+                "equal. Choose easier or harder tasks, a larger group_size, or drop.zero_advantage = false"
             )
 
 
@@ -518,8 +519,8 @@ def _check_payloads(event: Arrived) -> None:
     for trace_id, payload in event.payloads.items():
         if payload is None:
             raise ConfigError(
-                f"train source `{event.group.source}`: trace {trace_id} came without a payload record, so its env "
-                "server is not moorage's; start it with `moorage env-server` (R8)"
+                f"train source `{event.group.source}`: trace {trace_id} came without a payload record, "
+                "so its env server is not moorage's; start it with `moorage env-server` (R8)"
             )
 
 

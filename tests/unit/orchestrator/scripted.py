@@ -1,3 +1,4 @@
+# ruff: noqa: ARG001, ARG002, ARG005, ASYNC110 - partners take what the real ones take
 """Scripted partners for the orchestrator: episodes, an env server, a payload store, engines, a trainer.
 
 They are small and real: the store counts as a store counts, the env server owns streams and custody up to the
@@ -253,6 +254,9 @@ class ScriptedEngines:
         self.calls.append(("pause", version))
         await asyncio.sleep(self.update_s)
         self.calls.append(("resume", version))
+
+    async def watch(self) -> None:
+        await asyncio.Event().wait()
 
     def pick(self, session_key: str) -> str:
         return "http://engine"

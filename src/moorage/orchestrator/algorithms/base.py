@@ -4,8 +4,8 @@ One instance per train source. `score_episode` is called at arrival, for an ok e
 group is complete, with the episodes that have at least one survivor. Both may be coroutines (a teacher is
 asked over the network). An algorithm never touches tokens: it assigns credit to message nodes.
 
-A user algorithm is a class named by import path, `{type = "my_package.my_module:MyAlgorithm", option = 1}`; the
-other keys are passed to its constructor as they are.
+A user algorithm is a class named by import path, `{type = "my_package.my_module:MyAlgorithm", option = 1}`;
+the other keys are passed to its constructor as they are.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from moorage.orchestrator.credit import CreditTable
 
 @dataclass(frozen=True)
 class ScoredGroup:
-    """A complete group. `episodes` are the ok ones, in order of arrival; `survivors` the ids of the traces that
-    train: agent trainable, sampled, with a reward that is a number."""
+    """A complete group. `episodes` are the ok ones, in order of arrival; `survivors` the ids of the traces
+    that train: agent trainable, sampled, with a reward that is a number."""
 
     id: str
     source: str

@@ -1,0 +1,79 @@
+"""What an interrupted measurement left, and the table that a whole one ends with."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import orjson
+from verifiers.v1 import WireEpisode
+
+from moorage.core.rundir import RunDir, write_bytes_atomic
+from moorage.orchestrator.events import is_infra_episode
+from moorage.orchestrator.facts import EpisodeFacts, read_episode
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """Episodes that are there already."""
+
+    episodes: list[EpisodeFacts]
+
+    def counts(self, source: str) -> Counter[str]:
+        """Group id to episodes."""
+        return Counter(facts.group_id for facts in self.episodes if facts.env == source)
+
+
+def read_earlier(run: RunDir, version: int, whole_sizes: Mapping[str, int]) -> Earlier:
+    """The final episodes of an interrupted measurement.
+
+    Torn lines, episodes lost to an infrastructure failure, and groups that are not whole though they must
+    be (`whole_sizes`: source to group size) are taken out of the file: they are run again.
+    """
+    path = run.traces(version, "eval", "all")
+    if not path.exists():
+        return Earlier([])
+    kept: list[tuple[bytes, EpisodeFacts]] = []
+    for line in path.read_bytes().splitlines(keepends=True):
+        episode = _read_line(line)
+        if episode is not None and episode.group is not None and not is_infra_episode(episode):
+            facts = read_episode(episode, env=episode.env.name or "", group_id=episode.group.id)
+            kept.append((line if line.endswith(b"\n") else line + b"\n", facts))
+    counts = Counter(facts.group_id for _, facts in kept)
+    whole = [(line, facts) for line, facts in kept if counts[facts.group_id] >= whole_sizes.get(facts.env, 0)]
+    write_bytes_atomic(path, b"".join(line for line, _ in whole))
+    return Earlier([facts for _, facts in whole])
+
+
+def _read_line(line: bytes) -> WireEpisode | None:
+    try:
+        return WireEpisode.model_validate(orjson.loads(line))
+    except ValueError:  # torn by the kill, or not ours
+        return None
+
+
+HEADLINES = ("avg@", "pass@", "pass^", "num_")
+
+
+def render_results(results: Mapping[str, Mapping[str, float]]) -> str:
+    """A table for the terminal: a row per source, a column per figure."""
+    columns = sorted(
+        {name for row in results.values() for name in row if "/" not in name and name.startswith(HEADLINES)},
+        key=_column_order,
+    )
+    rows = [["source", *columns]]
+    rows += [
+        [name, *(f"{row[column]:.4g}" if column in row else "" for column in columns)]
+        for name, row in sorted(results.items())
+    ]
+    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows
+    )
+
+
+def _column_order(name: str) -> tuple[int, int, str]:
+    kind = next(at for at, prefix in enumerate(HEADLINES) if name.startswith(prefix))
+    tail = name.partition("@")[2] or name.partition("^")[2]
+    return kind, int(tail) if tail.isdigit() else 0, name
