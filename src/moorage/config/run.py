@@ -246,7 +246,10 @@ def derive(
         raise ValueError(join_conflicts(conflicts))
     inference = [
         InferenceProcessConfig(
-            inference=engine.model_copy(update={"port": port}),
+            inference=engine.model_copy(
+                # Replicas that draw alike would give a group the same completion twice.
+                update={"port": port, "seed": (engine.seed or 0) + index}
+            ),
             model=run.model,
             run_dir=facts.run_dir,
             name="inference" if index == 0 else f"inference.{index}",
