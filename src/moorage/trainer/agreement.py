@@ -24,7 +24,7 @@ Ref = PayloadRef | PayloadSlice
 
 
 def on_all_ranks(world: World, act: Callable[[], T]) -> T:
-    """`act()` on every rank; when it raises RunEnded or ExchangeError on one, every rank raises. Collective."""
+    """`act()` on every rank; when one raises RunEnded or ExchangeError, every rank raises. Collective."""
     error: Exception | None = None
     result: list[T] = []
     try:

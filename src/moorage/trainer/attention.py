@@ -1,6 +1,6 @@
 """Exact causal attention over packed rows, for any transformers model that uses its attention interface.
 
-Owns the packed layout of one row and the attention function registered as `packed_sdpa`.
+Owns the packed layout of one row and the attention function that `trainer.attention = "packed_sdpa"` names.
 
 Promises:
 - tokens of one sequence never see tokens of another, whatever the model passes as a mask: boundaries come
@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from moorage.core.errors import ConfigError
 
 PACKED_SDPA = "packed_sdpa"
+_REGISTERED = "moorage_packed"  # transformers refuses names that hold "sdpa" for models it knows no sdpa of
 _SPLIT_RATIO = 2.0  # a bucket holds lengths within this factor, once it saves enough to pay for its kernels
 _SPLIT_TOKENS = 512
 
@@ -117,11 +118,17 @@ def packed_as(layout: PackedLayout) -> Iterator[None]:
         _current.pop()
 
 
-def register() -> None:
-    """Make `packed_sdpa` known to transformers. Unknown names make no mask there, which is what we want."""
+def implementation_name(attention: str) -> str:
+    """What transformers calls the attention that `trainer.attention` names, registered there if it is ours.
+
+    transformers makes no mask for names it does not know, which is what we want.
+    """
+    if attention != PACKED_SDPA:
+        return attention
     from transformers import AttentionInterface
 
-    AttentionInterface.register(PACKED_SDPA, packed_sdpa)
+    AttentionInterface.register(_REGISTERED, packed_sdpa)
+    return _REGISTERED
 
 
 @torch.compiler.disable

@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -93,7 +94,7 @@ def add_small_files(source: Path, folder: Path) -> None:
             shutil.copyfile(path, folder / path.name)
 
 
-def _convertible_groups(module: torch.nn.Module) -> list[list[str]]:
+def _convertible_groups(module: Any) -> list[list[str]]:
     """Names of the tensors to store, those that transformers joins on disk together."""
     from transformers.core_model_loading import WeightConverter, apply_converters
 

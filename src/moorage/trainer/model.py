@@ -24,8 +24,7 @@ import torch
 from moorage.config.model import ModelConfig
 from moorage.config.trainer import TrainerConfig
 from moorage.core.errors import ConfigError
-from moorage.trainer import attention
-from moorage.trainer.attention import PackedLayout, packed_as
+from moorage.trainer.attention import PackedLayout, implementation_name, packed_as
 from moorage.trainer.router_replay import RouterReplay
 from moorage.trainer.world import World
 
@@ -87,10 +86,9 @@ def load_model(model: ModelConfig, trainer: TrainerConfig, world: World, seq_len
     path = Path(model.path)
     if not (path / "config.json").is_file():
         raise ConfigError(f"model.path {model.path!r} holds no config.json; give a Hugging Face model folder")
-    attention.register()
     hide_progress_bars()
     if world.mesh is None:
-        module = _load_whole(path, DTYPES[model.dtype], trainer.attention, world.device)
+        module = _load_whole(path, DTYPES[model.dtype], implementation_name(trainer.attention), world.device)
     else:
         from moorage.trainer.sharding import load_sharded
 

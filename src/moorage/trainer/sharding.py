@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from moorage.config.model import ModelConfig
 from moorage.config.trainer import TrainerConfig
 from moorage.core.errors import ConfigError
+from moorage.trainer.attention import implementation_name
 from moorage.trainer.world import World
 
 
@@ -31,7 +32,9 @@ def load_sharded(
     dtype = dtypes[model.dtype]
     config = AutoConfig.from_pretrained(path, local_files_only=True)
     with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=trainer.attention)
+        module = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=implementation_name(trainer.attention)
+        )
     compute = dtypes[trainer.param_dtype] if trainer.param_dtype else dtype
     shard(module, world, compute, _reduce_dtype(trainer, dtype, dtypes))
     module.moorage_compute_dtype = compute

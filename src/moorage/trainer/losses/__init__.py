@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from moorage.config.base import suggestion
 from moorage.core.errors import ConfigError
@@ -38,7 +38,7 @@ def make_loss(table: Mapping[str, Any]) -> PolicyLoss:
             if key not in fields:
                 raise ConfigError(f"trainer.loss.{key}: {name} has no such option{suggestion(key, fields)}")
     try:
-        return cls(**options)
+        return cast(PolicyLoss, cls(**options))
     except (TypeError, ValueError) as error:
         raise ConfigError(f"trainer.loss: {name} refuses {options!r}: {error}") from None
 
