@@ -146,8 +146,8 @@ class Spool:
         remove_folder(self.folder / request_id)
         return len(outcome.freed)
 
-    def free(self, blob_ids: Iterable[str], holder: str) -> Outcome:
-        """Free single blobs; what happened to them. Their files are still there: `remove_file` them."""
+    def free(self, blob_ids: Iterable[str], holder: str, *, unlink: bool = True) -> Outcome:
+        """Free single blobs; what happened to them. Without `unlink` the files are the caller's to remove."""
         total = Outcome()
         ids = list(blob_ids)
         for start in range(0, len(ids), 64):
@@ -159,6 +159,8 @@ class Spool:
                 for entry in filter(None, map(self.find, chunk)):
                     self.remove_file(entry)
                 outcome = self._record(*event)
+            for entry in outcome.freed if unlink else ():
+                self.remove_file(entry)
             total.freed += outcome.freed
             total.repeated += outcome.repeated
             total.double += outcome.double
@@ -176,10 +178,7 @@ class Spool:
             if keep.isdisjoint(ids):
                 freed += self.discard(request, holder)
             else:
-                outcome = self.free([blob_id for blob_id in ids if blob_id not in keep], holder)
-                for entry in outcome.freed:
-                    self.remove_file(entry)
-                freed += len(outcome.freed)
+                freed += len(self.free([blob_id for blob_id in ids if blob_id not in keep], holder).freed)
         return freed
 
     def adopt(self, blob_ids: Iterable[str]) -> tuple[str, ...]:

@@ -150,7 +150,7 @@ class Store:
             owned.setdefault(index, []).append(blob_id)
         released = Released(0, 0)
         for index, ids in owned.items():
-            outcome = spools[index].free(ids, holder)
+            outcome = spools[index].free(ids, holder, unlink=False)
             self._reaper.add(spools[index], outcome.freed)
             released.freed += len(outcome.freed)
             released.unknown += outcome.unknown

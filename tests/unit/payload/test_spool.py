@@ -43,8 +43,8 @@ def test_a_discard_removes_the_requests_folder_and_counts_only_what_was_left(tmp
     spool = open_spool(tmp_path)
     ids = [spool.keep("r1", [b"x" * 10]) for _ in range(3)]
     other = spool.keep("r2", [b"y"])
-    for entry in spool.free(ids[:1], "trainer").freed:
-        spool.remove_file(entry)
+    assert [entry.id for entry in spool.free(ids[:1], "trainer").freed] == ids[:1]
+    assert ids[0] not in files_of(tmp_path)
     assert spool.discard("r1") == 2
     assert spool.discard("r1") == 0
     assert spool.discard("never") == 0
@@ -156,7 +156,7 @@ def test_attempts_whose_server_is_dead_are_found(tmp_path: Path) -> None:
 def test_sweep_finishes_what_a_kill_left_between_journal_and_unlink(tmp_path: Path) -> None:
     spool = open_spool(tmp_path)
     freed, kept, orphan = (spool.keep(request, [b"x"]) for request in ("r1", "r1", "r2"))
-    spool.free([freed], "trainer")
+    spool.free([freed], "trainer", unlink=False)
     spool._journal.append("D", "1.0", "env_server", "r2")
     assert sorted(files_of(tmp_path)) == sorted([freed, kept, orphan])
     assert spool.sweep() == 2
