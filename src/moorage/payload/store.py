@@ -25,7 +25,6 @@ from moorage.payload.account import REMEMBERED, Entry
 from moorage.payload.spool import Spool, attempt_keys
 from moorage.records.payload import Ledger
 
-
 _LOOK_AGAIN_S = 0.01
 
 
