@@ -1,4 +1,4 @@
-"""Router replay over families: the same ids give the same values, others change them, the gate still learns."""
+"""Router replay over families: same ids give the same values, others change them, the gate still learns."""
 
 from __future__ import annotations
 
