@@ -5,8 +5,8 @@ Promises (R17, docs/protocols.md section 2):
 - a sampled node trains in the first trainable branch that contains it; later branches hold it as context, so
   a token never trains twice;
 - a token trains only when the run's policy sampled it and its log-probability is usable;
-- routing rows are there for every token or not at all: the row of the very last sampled token, which no
-  engine computes, repeats the one before it; behind a hole the branch is cut, never filled up;
+- routing rows are there for every token or not at all: the row of the last token, which no engine computes
+  and nothing depends on, repeats the one before it; behind a hole the branch is cut, never filled up;
 - spans tile the branch's tokens in node order.
 """
 
@@ -184,7 +184,7 @@ def _versions(path: Sequence[Node]) -> tuple[int, int] | None:
 
 
 def _routing(path: Sequence[Node], stops: np.ndarray, length: int) -> tuple[np.ndarray | None, int]:
-    """Rows [length, layers, k], and how many tokens to keep: all, or those before the first hole.
+    """Rows [length, layers, k], and how many tokens to keep: all, or up to the first that has no row.
 
     Without any row, or without one for the first token, there is no routing and all tokens are kept.
     """
@@ -206,12 +206,14 @@ def _routing(path: Sequence[Node], stops: np.ndarray, length: int) -> tuple[np.n
         end = min(turn.rows_start + len(rows), stop)
         out[turn.rows_start : end] = rows[: end - turn.rows_start]
         known[turn.rows_start : end] = True
-    if length > 1 and known[:-1].all() and not known[-1]:
-        out[-1] = out[-2]
-        known[-1] = True
     holes = np.flatnonzero(~known)
-    kept = int(holes[0]) if len(holes) else length
-    return (out, kept) if kept else (None, length)
+    if not len(holes):
+        return out, length
+    hole = int(holes[0])
+    if hole == 0:
+        return None, length
+    out[hole] = out[hole - 1]  # nothing that is kept is predicted from this token
+    return out, hole + 1
 
 
 def _sampling(path: Sequence[Node], streams: Streams) -> dict[str, np.ndarray]:

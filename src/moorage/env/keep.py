@@ -36,6 +36,8 @@ class Keeper(Protocol):
 
     def free(self, blob_ids: Any, holder: str) -> Any: ...
 
+    def remove_file(self, entry: Any) -> None: ...
+
 
 def keep_episode(
     episode: Episode,
@@ -65,7 +67,8 @@ def keep_episode(
                 payload = TracePayload(url=url, store=store, detected=detected, branches=branches)
                 trace.info[INFO_KEY] = msgspec.json.decode(msgspec.json.encode(payload))
     except (PayloadError, ValueError) as error:  # this episode's own arrays: its siblings live on
-        spool.free(kept, "env_server")
+        for entry in spool.free(kept, "env_server").freed:
+            spool.remove_file(entry)
         _fail(episode, error)
     finally:
         for trace in episode.traces:

@@ -32,7 +32,7 @@ from verifiers.v1.interception import server as interception
 from verifiers.v1.types import AssistantMessage, Response, SamplingConfig, ToolCall, TurnTokens, Usage
 
 from moorage.core.errors import EngineError
-from moorage.engine.generate import GenerateCall, GenerateClient
+from moorage.engine.generate import GenerateCall, GenerateClient, PromptTooLongError
 from moorage.engine.parse import Completion
 from moorage.engine.render import RendererPool
 from moorage.env.direct_call import local_interception
@@ -157,6 +157,8 @@ class MooredClient(Client):
         )
         try:
             return await service.engine.generate(call)
+        except PromptTooLongError as error:  # in the words by which harnesses know a full window
+            raise ProviderError(f"the input exceeds the context window: {error}", status_code=400) from error
         except EngineError as error:
             raise ProviderError(str(error), status_code=error.status or 502) from error
 

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import verifiers.v1 as vf
-from pydantic import ValidationError
+from pydantic import ValidationError, create_model
 from verifiers.v1.configs.agent import agent_config_fields
 from verifiers.v1.runtimes import SubprocessConfig
 from verifiers.v1.utils import loaders
@@ -33,6 +33,8 @@ def resolve_env(env: dict[str, Any], split: str) -> tuple[dict[str, Any], int | 
     """
     block = copy.deepcopy(env)
     shuffle = _take_shuffle(block)
+    if not isinstance(block.get("taskset"), dict) or not block["taskset"].get("id"):
+        raise ConfigError('env.taskset.id is missing, for example "moorage.tasksets.reverse_text"')
     _open_dotted_ids(block)
     config = _narrow(block)
     _choose_harnesses(block, config)
@@ -41,7 +43,7 @@ def resolve_env(env: dict[str, Any], split: str) -> tuple[dict[str, Any], int | 
     config = _narrow(block)
     _choose_interception(block, config)
     config = _narrow(block)
-    taskset = _load_taskset(config)
+    taskset = loaders.load_taskset(config.taskset)
     _check_wire(taskset)
     return _plain(config), _shuffle_seed(shuffle, taskset, split)
 
@@ -100,15 +102,17 @@ def _narrow(block: dict[str, Any]) -> vf.EnvConfig:
     try:
         return loaders.resolve_env_config(copy.deepcopy(block))
     except ValidationError as error:
-        raise ConfigError(f"env: {explain(error, vf.EnvConfig)}") from None
+        raise ConfigError(f"env: {_explain(error, block)}") from None
     except (ModuleNotFoundError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"env: {error}") from error
 
 
-def _load_taskset(config: vf.EnvConfig) -> vf.Taskset:
-    if not config.taskset.id:
-        raise ConfigError('env.taskset.id is missing, for example "moorage.tasksets.reverse_text"')
-    return loaders.load_taskset(config.taskset)
+def _explain(error: ValidationError, block: dict[str, Any]) -> str:
+    """What was wrong, with the keys that this taskset, these harnesses and this env really have."""
+    taskset_id = block["taskset"]["id"]
+    known = loaders.env_config_type(taskset_id, block.get("id") or "")
+    narrowed: Any = {"taskset": (loaders.taskset_config_type(taskset_id), ...)}
+    return explain(error, create_model(known.__name__, __base__=known, **narrowed))
 
 
 def _plain(config: vf.EnvConfig) -> dict[str, Any]:
@@ -117,8 +121,6 @@ def _plain(config: vf.EnvConfig) -> dict[str, Any]:
 
 def _choose_harnesses(block: dict[str, Any], config: vf.EnvConfig) -> None:
     """A taskset may name the harness of agents that name none: `DEFAULT_HARNESS`."""
-    if not config.taskset.id:
-        return
     wanted = getattr(loaders.taskset_class(config.taskset.id), "DEFAULT_HARNESS", None)
     for name, agent in agent_config_fields(config).items():
         if wanted and agent.harness is None:
