@@ -4,8 +4,8 @@
 
 moorage runs as it always does, in processes of its own; TRL's GRPO trainer runs in one process, in an
 environment of its own (`pip install trl`; the option or MOORAGE_TRL_PYTHON names its Python). One after the
-other, so that they do not share cores. Printed for each: total seconds, median seconds per step, reward of the
-first step and of the last three, peak memory; for moorage also where a step goes.
+other, so that they do not share cores. Printed for each: total seconds, median seconds per step, reward of
+the first step and of the last three, peak memory; for moorage also where a step goes.
 """
 
 from __future__ import annotations

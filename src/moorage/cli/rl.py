@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import sys
 import uuid
@@ -19,6 +20,7 @@ from moorage.config.run import ProcessFacts, RunConfig, derive, sources_by_split
 from moorage.core.errors import ConfigError
 from moorage.core.rundir import RunDir, write_bytes_atomic, write_json_atomic
 from moorage.launcher import checks, resume
+from moorage.launcher.children import TOKEN_VARIABLE
 from moorage.launcher.local import Outcome, run_plan
 from moorage.launcher.plan import Plan, make_plan
 from moorage.launcher.progress import Progress, make_display
@@ -127,10 +129,24 @@ def _launch(plan: Plan, config: RunConfig) -> int:
     display.say(f"run folder {plan.run}; {len(plan.records)} processes; logs in {plan.run.logs}")
     progress = Progress(plan.run, config.max_steps, display)
     try:
-        outcome = run_plan(plan, secrets.token_hex(32), progress)
+        outcome = run_plan(plan, _make_secret(plan), progress)
     finally:
         display.close()
     return _conclude(plan, outcome)
+
+
+def _make_secret(plan: Plan) -> str:
+    """New for every attempt, unless an env server that somebody else started has one already."""
+    if not plan.external:
+        return secrets.token_hex(32)
+    token = os.environ.get(TOKEN_VARIABLE)
+    if not token:
+        names = ", ".join(source for source, _ in plan.external)
+        raise ConfigError(
+            f"{names}: this env server runs already, so its secret is needed: set {TOKEN_VARIABLE} to what "
+            "it was started with (or what it printed)"
+        )
+    return token
 
 
 def _conclude(plan: Plan, outcome: Outcome) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import time
@@ -27,6 +28,7 @@ from moorage.launcher.plan import ProcessRecord
 TOKEN_VARIABLE = "MOORAGE_TOKEN"
 DEFAULTS = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
 TAIL_BYTES = 16_384
+_LOG_HEAD = re.compile(r"^\d\d:\d\d:\d\d [A-Z] \S+ \S+: ")
 _ERROR_MARKS = ("moorage: error:", " E ", "Error:", "Error ", "Exception")
 
 
@@ -126,7 +128,7 @@ def error_line(log: Path) -> str:
     """The one line of a log's end that says best what went wrong; empty when there is none."""
     lines = [line.strip() for line in _tail(log) if line.strip()]
     marked = [line for line in lines if any(mark in line for mark in _ERROR_MARKS)]
-    return (marked or lines or [""])[-1]
+    return _LOG_HEAD.sub("", (marked or lines or [""])[-1])
 
 
 def _tail(log: Path) -> list[str]:

@@ -156,6 +156,7 @@ class LocalRun:
         """The ordered stop, whatever state the run is in."""
         write_end(self.plan.run, self.outcome.status, self.outcome.error or "the launcher failed")
         stations = read_stations(self.plan.run)
+        stations += [Station(source, source, address) for source, address in self.plan.external]
         for kind in STOP_ORDER:
             if kind == "env_server":
                 self._say_bye(stations)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from moorage.config.run import DerivedConfigs
+from moorage.config.run import DerivedConfigs, sources_by_split
 from moorage.core.net import node_name
 from moorage.core.rundir import RunDir
 
@@ -45,7 +45,10 @@ class ProcessRecord:
 
 @dataclass(frozen=True)
 class Plan:
-    """All processes of one attempt, in the order in which they are started, and their config files."""
+    """All processes of one attempt, in the order in which they are started, and their config files.
+
+    `external`: source (`<split>/<name>`) and RPC address of env servers that somebody else runs.
+    """
 
     run: RunDir
     run_id: str
@@ -54,6 +57,7 @@ class Plan:
     records: tuple[ProcessRecord, ...]
     configs: Mapping[Path, Any]
     start_step: int = 1
+    external: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -122,8 +126,20 @@ def make_plan(
         env={**threads, **_visible(devices.trainer)},
         ends_well=True,
     )
+    external = tuple(
+        (f"{split}/{source.name}", source.address)
+        for split, source in sources_by_split(derived.orchestrator.orchestrator)
+        if source.address is not None
+    )
     return Plan(
-        run, facts.run_id, facts.attempt, facts.max_steps, _with_on_death(records), configs, facts.start_step
+        run=run,
+        run_id=facts.run_id,
+        attempt=facts.attempt,
+        max_steps=facts.max_steps,
+        records=_with_on_death(records),
+        configs=configs,
+        start_step=facts.start_step,
+        external=external,
     )
 
 
