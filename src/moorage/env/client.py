@@ -303,11 +303,12 @@ class EnvClient:
             )
 
     async def _settled(self, run: _Call) -> bool:
+        """Whether a run whose ack is on its way became ours. In doubt it did not: `bye` frees what is left."""
         assert run.ack is not None
-        with contextlib.suppress(TimeoutError, EnvServerError, asyncio.CancelledError):
+        with contextlib.suppress(TimeoutError, EnvServerError):
             async with asyncio.timeout(2 * wire.PING_S):
                 return await asyncio.shield(run.ack)
-        return True  # the ack was sent: assume ownership; releasing twice is harmless, never is not
+        return False
 
     async def _give_up(self, run: _Call) -> None:
         """Cancel a run that nobody wants any more, and wait (bounded) until it is ended."""
