@@ -40,7 +40,6 @@ from moorage.records.payload import HOLDERS
 log = get_logger(__name__)
 
 _SEND_BYTES = 1 << 30
-_SEND_BUFFER_BYTES = 4 << 20
 
 
 class ReleaseBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -284,7 +283,6 @@ def listen(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         listener.bind(("" if host == "*" else host, port))
         listener.listen(512)
     except BaseException:

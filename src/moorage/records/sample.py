@@ -23,9 +23,9 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
     start: int
     stop: int
     advantage: float | None = None
-    rl: float = 1.0
-    ce: float = 0.0
-    ref_kl: float = 0.0
+    rl: float = 1  # the defaults are ints: one byte each in a batch file, where a float takes nine
+    ce: float = 0
+    ref_kl: float = 0
 
 
 class TrainSample(msgspec.Struct, frozen=True):

@@ -1,0 +1,191 @@
+"""The ways of fetching that bench/payload.py compares; servers are processes of their own."""
+
+from __future__ import annotations
+
+import http.client
+import multiprocessing
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+
+from moorage.core.net import node_name
+from moorage.core.rundir import write_json_atomic
+from moorage.payload.client import PayloadClient
+from moorage.payload.codec import BranchArrays, encode, nbytes_of
+from moorage.payload.server import PayloadService
+from moorage.payload.spool import SUFFIX, Spool
+from moorage.records.payload import PayloadSlice
+
+TOKEN = "bench" * 8
+STORE = "train/bench.node"
+
+
+def make_head_and_routing(tokens: int, seed: int = 0) -> BranchArrays:
+    """A branch of the published shape: 256 prompt tokens, the rest sampled."""
+    rng = np.random.default_rng(seed)
+    mask = (np.arange(tokens) >= min(256, tokens // 2)).astype(np.uint8)
+    trained = int(mask.sum())
+    return BranchArrays(
+        token_ids=rng.integers(0, 150_000, tokens, dtype=np.int32),
+        loss_mask=mask,
+        logprobs=-rng.random(tokens, dtype=np.float32),
+        routed_experts=rng.integers(0, 128, (tokens, 48, 8), dtype=np.uint8),
+        head_ids=rng.integers(0, 150_000, (trained, 128), dtype=np.int32),
+        head_logprobs=-rng.random((trained, 128), dtype=np.float32),
+    )
+
+
+class FetchBench:
+    """A spool of equal blobs, all servers over it, and one preallocated buffer that every way fills."""
+
+    def __init__(self, folder: Path, tokens: int, blobs: int, connections: int) -> None:
+        self.connections = connections
+        arrays = make_head_and_routing(tokens)
+        buffers = encode(arrays)
+        self.nbytes = nbytes_of(buffers)
+        self.spool = Spool(folder / "spool", "bench.1", 1 << 40)
+        self.ids = [self.spool.keep(f"r{n}", buffers) for n in range(blobs)]
+        self.paths = [self.spool.folder / f"r{n}" / f"{i}{SUFFIX}" for n, i in enumerate(self.ids)]
+        self.buffer = np.zeros(blobs * self.nbytes, np.uint8)
+        self.targets = [self.buffer[n * self.nbytes : (n + 1) * self.nbytes] for n in range(blobs)]
+        self.threads = ThreadPoolExecutor(connections)
+        self.service = PayloadService(folder / "spool", token=TOKEN)
+        self.service.start()
+        self._publish(folder)
+        self.remote = PayloadClient(TOKEN, connections=connections)
+        self.local = PayloadClient(TOKEN, connections=connections, run_dir=folder)
+        routing = arrays.routing
+        fields = tuple(arrays.present())
+        self.slices = [
+            PayloadSlice(self.service.url, STORE, i, tokens, tokens, fields, routing, self.nbytes)
+            for i in self.ids
+        ]
+        self.servers = [start_server(serve_raw, self.paths), start_server(serve_stdlib, self.paths)]
+        self._local = threading.local()
+        self.ways: dict[str, Callable[[], None]] = {
+            "raw sendfile copy": self.fetch_raw,
+            "moorage over HTTP": self.fetch_remote,
+            "standard-library HTTP, from memory": self.fetch_stdlib,
+            "moorage on one host, mapped and copied": self.fetch_mapped,
+        }
+
+    def _publish(self, folder: Path) -> None:
+        address = {"payload": self.service.url, "spool": str(self.spool.root), "node": node_name()}
+        write_json_atomic(folder / "envs" / f"{STORE}.address", address)
+
+    def time(self, way: Callable[[], None]) -> float:
+        """GB/s of one round."""
+        begun = time.perf_counter()
+        way()
+        return len(self.buffer) / (time.perf_counter() - begun) / 1e9
+
+    def fetch_remote(self) -> None:
+        self._expect_all(self.remote.fetch(self.slices, 120))
+
+    def fetch_mapped(self) -> None:
+        fetched = self.local.fetch(self.slices, 120)
+        self._expect_all(fetched)
+        assert self.local.counts.bytes_http == 0
+        list(self.threads.map(copy_arrays, fetched.values(), self.targets))
+
+    def _expect_all(self, fetched) -> None:
+        assert all(isinstance(arrays, BranchArrays) for arrays in fetched.values()), fetched
+
+    def fetch_raw(self) -> None:
+        list(self.threads.map(self._read_raw, range(len(self.ids))))
+
+    def _read_raw(self, number: int) -> None:
+        if not hasattr(self._local, "raw"):
+            self._local.raw = socket.create_connection(("127.0.0.1", self.servers[0][1]))
+        peer = self._local.raw
+        peer.sendall(number.to_bytes(4, "little"))
+        view, got = self.targets[number].data, 0
+        while got < self.nbytes:
+            got += peer.recv_into(view[got:], 0, socket.MSG_WAITALL)
+
+    def fetch_stdlib(self) -> None:
+        list(self.threads.map(self._read_stdlib, range(len(self.ids))))
+
+    def _read_stdlib(self, number: int) -> None:
+        if not hasattr(self._local, "http"):
+            self._local.http = http.client.HTTPConnection("127.0.0.1", self.servers[1][1])
+        self._local.http.request("GET", f"/{number}")
+        answer = self._local.http.getresponse()
+        view, got = self.targets[number].data, 0
+        while got < self.nbytes:
+            got += answer.readinto(view[got:])
+
+    def __enter__(self) -> FetchBench:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remote.close()
+        self.local.close()
+        self.service.stop()
+        self.threads.shutdown()
+        for process, _ in self.servers:
+            process.kill()
+            process.join()
+        self.spool.close()
+
+
+def copy_arrays(arrays: BranchArrays, target: np.ndarray) -> None:
+    at = 0
+    for array in arrays.present().values():
+        np.copyto(target[at : at + array.nbytes], array.reshape(-1).view(np.uint8))
+        at += array.nbytes
+
+
+def start_server(serve: Callable, paths: Sequence[Path]):
+    """(process, port) of a server that says its port through a pipe."""
+    context = multiprocessing.get_context("spawn")
+    receive, send = context.Pipe(duplex=False)
+    process = context.Process(target=serve, args=(list(paths), send), daemon=True)
+    process.start()
+    return process, receive.recv()
+
+
+def serve_raw(paths: list[Path], port_to) -> None:
+    """Answers a 4-byte number with that file, by sendfile, and nothing else."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port_to.send(listener.getsockname()[1])
+
+    def talk(peer: socket.socket) -> None:
+        while data := peer.recv(4, socket.MSG_WAITALL):
+            fd = os.open(paths[int.from_bytes(data, "little")], os.O_RDONLY)
+            at, size = 0, os.fstat(fd).st_size
+            while at < size:
+                at += os.sendfile(peer.fileno(), fd, at, size - at)
+            os.close(fd)
+
+    while True:
+        threading.Thread(target=talk, args=(listener.accept()[0],), daemon=True).start()
+
+
+def serve_stdlib(paths: list[Path], port_to) -> None:
+    """http.server's threads, sending blobs that it holds in memory."""
+    blobs = [path.read_bytes() for path in paths]
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            blob = blobs[int(self.path[1:])]
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(blob)))
+            self.end_headers()
+            self.wfile.write(blob)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    port_to.send(server.server_address[1])
+    server.serve_forever()

@@ -1,0 +1,58 @@
+"""Ray's side of bench/payload.py, for a python that has ray and numpy. Prints one JSON line of GB/s lists.
+
+Between two raylets of one machine (objects are made on one, got on the other, copied into memory that is
+there already), and out of one raylet's shared memory.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+import numpy as np
+import ray
+from ray.cluster_utils import Cluster
+
+
+def main() -> int:
+    nbytes, blobs, rounds = (int(arg) for arg in sys.argv[1:4])
+    store = max(512 << 20, 4 * nbytes * blobs)
+    cluster = Cluster()
+    cluster.add_node(num_cpus=1, resources={"near": 1}, object_store_memory=store, include_dashboard=False)
+    cluster.add_node(num_cpus=1, resources={"far": 1}, object_store_memory=store)
+    ray.init(address=cluster.address, log_to_driver=False)
+    blob = np.random.default_rng(0).integers(0, 255, nbytes, dtype=np.uint8)
+    buffer = np.zeros(nbytes * blobs, np.uint8)
+    targets = [buffer[n * nbytes : (n + 1) * nbytes] for n in range(blobs)]
+
+    @ray.remote(num_cpus=0, resources={"far": 1})
+    class Producer:
+        def put(self, blob):
+            return [ray.put(np.array(blob)) for _ in range(blobs)]
+
+    producer = Producer.remote()
+
+    def copy_out(refs) -> float:
+        begun = time.perf_counter()
+        for target, array in zip(targets, ray.get(refs), strict=True):
+            np.copyto(target, array)
+        return len(buffer) / (time.perf_counter() - begun) / 1e9
+
+    far, near = [], []
+    for _ in range(rounds + 1):
+        refs = ray.get(producer.put.remote(blob))
+        far.append(copy_out(refs))
+        del refs
+        refs = [ray.put(np.array(blob)) for _ in range(blobs)]
+        near.append(copy_out(refs))
+        del refs
+        time.sleep(0.5)
+    print(json.dumps({"Ray between two raylets": far[1:], "Ray shared memory, got and copied": near[1:]}))
+    ray.shutdown()
+    cluster.shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
