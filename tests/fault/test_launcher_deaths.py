@@ -23,10 +23,7 @@ def job(tmp_path: Path, dense_model: Path) -> Iterator[Job]:
     """A job that would run for very long, killed with all that it started when the test ends."""
     started = start_job(tmp_path, dense_model, max_steps=100_000)
     yield started
-    left = started.processes()
-    started.process.kill()
-    for process in left:
-        process.kill()
+    started.end()
 
 
 def let_it_run(job: Job) -> None:
@@ -92,7 +89,7 @@ def test_a_killed_launcher_takes_its_children_along(job: Job) -> None:
     pid = job.process.pid
     assert len(started_by(pid)) >= len(KINDS)
     job.process.kill()
-    job.process.wait()
+    job.process.communicate()
     wait_until(lambda: not started_by(pid), ENDS_WITHIN_S)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -64,6 +65,15 @@ class Job:
         out, err = self.process.communicate(timeout=timeout_s)
         return self.process.returncode, out, err
 
+    def end(self) -> None:
+        """Kill the launcher and all that it started, whatever state they are in."""
+        left = self.processes()
+        self.process.kill()
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        self.process.communicate()
+
     def summary(self) -> dict[str, Any]:
         return json.loads(self.run.summary.read_text())
 
@@ -86,7 +96,10 @@ def start_job(folder: Path, model: Path, *args: str, max_steps: int = 3) -> Job:
 def run_job(folder: Path, model: Path, *args: str, max_steps: int = 3) -> Job:
     """Run a small job to its end, which must be a good one."""
     job = start_job(folder, model, *args, max_steps=max_steps)
-    code, out, err = job.finish(180.0)
+    try:
+        code, out, err = job.finish(180.0)
+    finally:
+        job.end()
     assert code == 0, f"{out}\n{err}"
     return job
 
