@@ -5,7 +5,7 @@
 The shape is the published one (R11): routing 48 layers x 8 experts uint8, a top-128 head, completions of
 16k tokens; `--tokens` and `--blobs` scale it, the scale is printed. Three parts:
 
-1. memory and bytes per sample in the orchestrator: by reference, by reference for optional arrays only, inline
+1. memory and bytes per sample in the orchestrator: references, references for optional arrays only, inline
    (verifiers' own wire code and types);
 2. bytes of a batch file per sample;
 3. fetch throughput: a raw sendfile socket copy, the payload service, a threaded standard-library HTTP
@@ -121,7 +121,7 @@ def measure_batch_file(tokens: int) -> dict[str, float]:
 
     none, many = size(0), size(50)
     print(
-        f"batch file: {none:.0f} bytes a sample and {(many - none) / 50:.1f} bytes a span (aim: 1024 and 24)\n"
+        f"batch file: {none:.0f} bytes a sample and {(many - none) / 50:.1f} bytes a span (aims: 1024, 24)\n"
     )
     return {"sample_bytes": none, "span_bytes": (many - none) / 50}
 

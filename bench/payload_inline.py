@@ -3,7 +3,7 @@
 `payload_inline.py <way> <tokens> <count>` decodes `count` single-turn episodes as an orchestrator gets them,
 holds them, and prints one JSON line: bytes on the wire, memory held (resident, beyond what was there before),
 text, and decode CPU, each per sample.
-Inline ways go through verifiers' own wire code (DeltaStreamer, EpisodeAssembly, WireEpisode); verifiers has no
+Inline ways go through verifiers' wire code (DeltaStreamer, EpisodeAssembly, WireEpisode); verifiers has no
 field for a head, so the head rides in `trace.info`.
 """
 
