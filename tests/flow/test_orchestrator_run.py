@@ -78,13 +78,21 @@ def make_orchestrator(
 
 
 async def run_with_trainer(
-    orchestrator: Orchestrator, trainer: ScriptedTrainer, timeout_s: float = 30
+    orchestrator: Orchestrator,
+    trainer: ScriptedTrainer,
+    timeout_s: float = 60,
+    stop: asyncio.Event | None = None,
 ) -> bool:
     training = asyncio.create_task(trainer.run())
-    async with asyncio.timeout(timeout_s):
-        done = await orchestrator.run(asyncio.Event())
-        await training
-    return done
+    try:
+        async with asyncio.timeout(timeout_s):
+            done = await orchestrator.run(stop or asyncio.Event())
+            if done:
+                await training
+            return done
+    finally:
+        training.cancel()
+        orchestrator.parts.monitor.close()
 
 
 def assert_accounts(orchestrator: Orchestrator) -> None:

@@ -51,7 +51,6 @@ from moorage.orchestrator.sources import EvalPass, EvalSlots, Source, TrainPicke
 log = get_logger(__name__)
 
 TICK_S = 0.5
-SAMPLE_RETRY_S = 1.0
 MAX_SAMPLE_FAILURES = 10
 
 
@@ -101,6 +100,7 @@ class Limits:
     retries: int
     group_deadline_s: float
     max_events: int
+    sample_retry_s: float = 1.0
 
 
 class Dispatcher:
@@ -197,7 +197,7 @@ class Dispatcher:
                 opened = await self._open(group)
                 if opened is None:
                     if time.monotonic() < self._sample_after:
-                        return SAMPLE_RETRY_S
+                        return self.limits.sample_retry_s
                     continue
                 group = opened
                 if self.groups.get(group.id) is None:
@@ -291,7 +291,7 @@ class Dispatcher:
         """Report a group that could not begin as errored episodes; give up after too many in a row."""
         name = environment.source.name
         self._sample_failures[name] = failures = self._sample_failures.get(name, 0) + 1
-        self._sample_after = time.monotonic() + SAMPLE_RETRY_S
+        self._sample_after = time.monotonic() + self.limits.sample_retry_s
         log.warning("%s: no task (%d in a row): %s", name, failures, error)
         if failures >= MAX_SAMPLE_FAILURES:
             raise EnvServerError(

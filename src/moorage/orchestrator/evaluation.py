@@ -42,7 +42,7 @@ from moorage.orchestrator.connect import Identity, check_eval_size, connect_sour
 from moorage.orchestrator.dispatcher import Dispatcher, Environment, Limits
 from moorage.orchestrator.episodes import EpisodeLog
 from moorage.orchestrator.eval_sink import EvalSink
-from moorage.orchestrator.events import Arrived, Event, read_payloads
+from moorage.orchestrator.events import Event, episodes_of, read_payloads
 from moorage.orchestrator.holdings import Holdings
 from moorage.orchestrator.outcomes import Outcomes
 from moorage.orchestrator.policy import Policy
@@ -330,15 +330,15 @@ class Evaluation:
             self._take(await self.dispatcher.events.get())
 
     def _take(self, event: Event) -> None:
-        if isinstance(event, Arrived):
+        for episode in episodes_of(event):
             stamp(
-                cast(Any, event.episode),  # verifiers' generics are invariant
+                cast(Any, episode),  # verifiers' generics are invariant
                 env_name=event.group.source,
                 group_id=event.group.id,
                 run_id=self.config.name,
                 split=None,
             )
-            self.episodes.add(self.config.version, "eval", "all", event.episode)
+            self.episodes.add(self.config.version, "eval", "all", episode)
             self.num_done += 1
         self.sink.add(event)
 

@@ -46,6 +46,18 @@ class Cancelled:
 Event = Arrived | Cancelled
 
 
+def episodes_of(event: Event) -> list[WireEpisode]:
+    """The episodes that an event is about; cancelled ones are made here, without traces (R13)."""
+    if isinstance(event, Arrived):
+        return [event.episode]
+    cancellation = event.cancellation
+    message = f"the group was dropped: {cancellation.reason}"
+    return [
+        failed_episode(event.group.task, event.group.source, "cancelled", message)
+        for _ in range(cancellation.count)
+    ]
+
+
 def read_payloads(episode: WireEpisode) -> dict[str, TracePayload | None]:
     """The payload record of each trace, by trace id."""
     traces: list[Any] = [*episode.traces]  # verifiers' generics are invariant
@@ -56,12 +68,14 @@ def failed_episode(task: dict[str, Any], env_name: str, kind: str, message: str)
     """An episode that produced nothing: not ok, no traces, the reason in `errors` (R13)."""
     return WireEpisode(
         env=EnvInfo(name=env_name),
-        task=WireEpisode.model_validate({"task": task or _NO_TASK}).task,
+        task=WireEpisode.model_validate({"task": _wire_task(task)}).task,
         errors=[Error(type=kind, message=message)],
     )
 
 
-_NO_TASK = {"type": "", "data": {}}
+def _wire_task(task: dict[str, Any]) -> dict[str, Any]:
+    """A task as episodes hold it; what `sample` gives is its data alone."""
+    return task if task.keys() >= {"type", "data"} else {"type": "", "data": task}
 
 
 def mark_failed(episode: WireEpisode, kind: str, message: str) -> None:

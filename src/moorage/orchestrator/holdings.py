@@ -45,6 +45,7 @@ class Holdings:
         self.released: dict[str, int] = dict.fromkeys((*HOLDERS, "shutdown"), 0)
         self._client = client
         self._queue: dict[str, list[PayloadRef | PayloadSlice]] = {}
+        self._sending: set[asyncio.Future[int]] = set()
         self._wake = asyncio.Event()
         self._final_timeout_s = final_timeout_s
 
@@ -87,12 +88,15 @@ class Holdings:
             await asyncio.sleep(COLLECT_S)  # one request for many ids
 
     async def flush(self) -> None:
-        """Send everything that is queued. The client carries over what it cannot deliver, cancelled or
-        not."""
+        """Send everything that is queued. A send that has begun goes on when this is cancelled; `close` waits
+        for it. What a server does not take is carried over by the client."""
         queued, self._queue = self._queue, {}
-        sends = [asyncio.to_thread(self._client.release, refs, holder) for holder, refs in queued.items()]
-        if sends:
-            await asyncio.gather(*sends)
+        for holder, refs in queued.items():
+            send = asyncio.ensure_future(asyncio.to_thread(self._client.release, refs, holder))
+            self._sending.add(send)
+            send.add_done_callback(self._sending.discard)
+        if self._sending:
+            await asyncio.shield(asyncio.gather(*self._sending))
 
     async def close(self) -> None:
         """Release all that is still held here, as `shutdown`, and wait (bounded) until it is delivered."""

@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from verifiers.v1 import WireEpisode
+
 from moorage.config.orchestrator import OrchestratorConfig
 from moorage.config.run import OrchestratorProcessConfig
 from moorage.core.aio import TaskOwner
@@ -27,7 +29,7 @@ from moorage.orchestrator.algorithms.registry import resolve_algorithm
 from moorage.orchestrator.dispatcher import Dispatcher, Environment, Limits
 from moorage.orchestrator.episodes import EpisodeLog, effective_copy
 from moorage.orchestrator.eval_sink import EvalSink
-from moorage.orchestrator.events import Arrived, Event, read_payloads
+from moorage.orchestrator.events import Arrived, Event, episodes_of, read_payloads
 from moorage.orchestrator.holdings import Holdings
 from moorage.orchestrator.lag import LoopLag
 from moorage.orchestrator.outcomes import Outcomes
@@ -286,26 +288,26 @@ class Orchestrator:
     async def _take(self, event: Event) -> None:
         group = event.group
         step = self.progress.step if group.split == "train" else group.step
-        if isinstance(event, Arrived):
-            self._stamp(event, step)
-            self.episodes.add(step, group.split, "all", event.episode)
+        for episode in episodes_of(event):
+            self._stamp(episode, event, step)
+            self.episodes.add(step, group.split, "all", episode)
         if group.split == "eval":
             self.eval_sink.add(event)
             return
         await self.sink.add(event)
 
-    def _stamp(self, event: Arrived, step: int) -> None:
+    def _stamp(self, episode: WireEpisode, event: Event, step: int) -> None:
         group = event.group
-        span = span_of(event.payloads.values()) if group.version is not None else None
+        payloads = event.payloads.values() if isinstance(event, Arrived) else ()
         stamp(
-            cast(Any, event.episode),  # verifiers' generics are invariant
+            cast(Any, episode),  # verifiers' generics are invariant
             env_name=group.source,
             group_id=group.id,
             run_id=self.config.facts.run_id,
             run_name=self.run_dir.root.name,
             split=group.split,
             step=step,
-            span=span,
+            span=span_of(payloads) if group.version is not None else None,
         )
 
     # -- policy

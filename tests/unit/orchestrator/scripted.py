@@ -24,6 +24,8 @@ from moorage.core.rundir import RunDir
 from moorage.env.client import Ping, RolloutCall, Sampled
 from moorage.exchange.batches import read_batch
 from moorage.exchange.weights import publish_weights
+from moorage.orchestrator.events import read_payloads
+from moorage.orchestrator.payloads import payload_refs
 from moorage.records.payload import HOLDERS, BranchPayload, Ledger, NodeSpan, PayloadRef, TracePayload
 from moorage.records.sample import owned_slices
 
@@ -220,8 +222,16 @@ class ScriptedEnv:
         nth = self.num_runs
         self.in_flight += n
         self.peak_in_flight = max(self.peak_in_flight, self.in_flight)
+        episodes: list[WireEpisode] = []
         try:
-            return [await self.behave(call, nth) for _ in range(n)]
+            for _ in range(n):
+                episodes.append(await self.behave(call, nth))
+            return episodes
+        except asyncio.CancelledError:
+            for episode in episodes:  # cancelled before its reply: what the server kept is the server's to free
+                for payload in read_payloads(episode).values():
+                    self.store.release(payload_refs(payload), "env_server")
+            raise
         finally:
             self.in_flight -= n
 
