@@ -118,7 +118,7 @@ class VllmProcess:
             if _is_healthy(url):
                 return
             if time.monotonic() > deadline:
-                raise self._failure(f"vLLM at {url} was not ready in time; raise inference.ready_timeout_s?")
+                raise self._failure(f"vLLM at {url} was not ready in time (inference.ready_timeout_s)")
 
     def _failure(self, what: str) -> EngineError:
         """The error for a server that failed, after showing its last lines."""

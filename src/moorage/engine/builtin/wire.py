@@ -28,7 +28,12 @@ def usage(requests: list[Request]) -> dict[str, Any]:
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": requests[0].cached_tokens},
+        "prompt_tokens_details": {
+            "cached_tokens": requests[0].cached_tokens,
+            "created_cache_tokens": None,
+            "multimodal_tokens": None,
+        },
+        "completion_tokens_details": None,
     }
 
 
@@ -70,26 +75,37 @@ def choice(index: int, request: Request) -> dict[str, Any]:
     }
 
 
-def logprob_content(request: Request, start: int = 0, end: int | None = None) -> list[dict[str, Any]]:
-    """Per output token: id, log-probability, rank, and the head: the sampled one first, then the others by
-    rank."""
-    end = len(request.out) if end is None else end
+def logprob_content(request: Request) -> list[dict[str, Any]]:
+    """Per output token: id, log-probability, rank, and the head: the drawn token first, then the others by
+    rank.
+
+    As vLLM does, `logprobs: K` gives K entries, so that K - 1 others are listed where the drawn token is not
+    among the likeliest K.
+    """
+    asked = request.params.logprobs or 0
+    size = max(1, asked) if asked >= 0 else None
     content = []
-    for at in range(start, end):
-        sampled = _entry(request.out[at], request.logprobs[at], request.ranks[at])
-        head = [sampled]
-        if request.head_ids:
-            ids, values = request.head_ids[at].tolist(), request.head_logprobs[at].tolist()
-            head += [
-                _entry(token, value, rank)
-                for rank, (token, value) in enumerate(zip(ids, values, strict=True), 1)
-                if token != sampled["token_id"]
-            ]
-        content.append({**sampled, "top_logprobs": head})
+    for at in range(len(request.out)):
+        drawn = drawn_entry(request, at)
+        others = [entry for entry in head_entries(request, at) if entry["token_id"] != drawn["token_id"]]
+        content.append({**drawn, "top_logprobs": [drawn, *others][:size]})
     return content
 
 
-def _entry(token: int, logprob: float, rank: int | None) -> dict[str, Any]:
+def drawn_entry(request: Request, at: int) -> dict[str, Any]:
+    """The drawn token at output position `at`."""
+    return _entry(request.out[at], request.logprobs[at], request.ranks[at])
+
+
+def head_entries(request: Request, at: int) -> list[dict[str, Any]]:
+    """The likeliest tokens at output position `at`, by rank."""
+    if not request.head_ids:
+        return []
+    pairs = zip(request.head_ids[at].tolist(), request.head_logprobs[at].tolist(), strict=True)
+    return [_entry(token, value, rank) for rank, (token, value) in enumerate(pairs, 1)]
+
+
+def _entry(token: int, logprob: float, rank: int) -> dict[str, Any]:
     return {"token_id": token, "logprob": logprob if math.isfinite(logprob) else ABSENT_LOGPROB, "rank": rank}
 
 
