@@ -105,12 +105,12 @@ class PlainDisplay:
 class LiveDisplay:
     """A panel that is redrawn in place."""
 
-    def __init__(self, title: str) -> None:
+    def __init__(self, title: str, out: TextIO) -> None:
         from rich.console import Console
         from rich.live import Live
 
         self.title = title
-        self.console = Console()
+        self.console = Console(file=out)
         self.live = Live(console=self.console, refresh_per_second=4, transient=False, auto_refresh=False)
         self.live.start()
 
@@ -166,7 +166,7 @@ class Progress:
 def make_display(title: str, out: TextIO | None = None) -> Display:
     """A panel when standard output is a terminal, plain lines otherwise."""
     where: TextIO = sys.stdout if out is None else out
-    return LiveDisplay(title) if where.isatty() else PlainDisplay(where)
+    return LiveDisplay(title, where) if where.isatty() else PlainDisplay(where)
 
 
 def draw_curve(values: list[float], width: int = CURVE_WIDTH, low: float = 0.0, high: float = 1.0) -> str:
