@@ -106,6 +106,16 @@ def load_model(model: ModelConfig, trainer: TrainerConfig, world: World, seq_len
     return loaded
 
 
+def load_model_config(path: Path, dtype: torch.dtype) -> Any:
+    """The folder's model config. float64 has no grouped matrix product: experts then run one by one."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    if dtype is torch.float64:
+        config._experts_implementation = "eager"
+    return config
+
+
 def hide_progress_bars() -> None:
     """Keep transformers' bars out of the log files."""
     from transformers.utils import logging
@@ -124,7 +134,11 @@ def _load_whole(path: Path, dtype: torch.dtype, implementation: str, device: tor
 
     try:
         module: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation=implementation, local_files_only=True
+            path,
+            config=load_model_config(path, dtype),
+            dtype=dtype,
+            attn_implementation=implementation,
+            local_files_only=True,
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path {str(path)!r} cannot be loaded: {error}") from None

@@ -27,10 +27,12 @@ def load_sharded(
     path: Path, model: ModelConfig, trainer: TrainerConfig, world: World, dtypes: dict[str, torch.dtype]
 ) -> Any:
     """The model of folder `path` on `world.mesh`. Raises ConfigError when the files do not fit the model."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
+
+    from moorage.trainer.model import load_model_config
 
     dtype = dtypes[model.dtype]
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    config = load_model_config(path, dtype)
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=implementation_name(trainer.attention)
