@@ -58,6 +58,8 @@ async def completions(request: web.Request) -> web.StreamResponse:
     call_id = "chatcmpl-" + (request.headers.get("X-Request-Id") or new_id())
     streams = bool(body.get("stream"))
     requests = service.make_requests(call_id, tokens, params, body.get("cache_salt"), streams=streams)
+    for item in requests:
+        item.head_k = min(params.logprobs or 0, service.scheduler.runner.vocab_size)
     if streams:
         return await _send_events(request, service, call_id, requests, body)
     done = await run_all(service, requests)
@@ -168,11 +170,9 @@ def chat_logprobs(
         return {"token": token, "logprob": item["logprob"], "bytes": list(token.encode())}
 
     content = []
-    for item in wire.logprob_content(request, start, end):
-        heads = item["top_logprobs"]
-        heads = heads[1:] if item["rank"] > (request.params.logprobs or 0) else heads
-        heads = sorted(heads, key=lambda head: head["rank"])[: request.params.logprobs]
-        content.append({**entry(item), "top_logprobs": [entry(head) for head in heads]})
+    for at in range(start, end):
+        head = [entry(item) for item in wire.head_entries(request, at)]
+        content.append({**entry(wire.drawn_entry(request, at)), "top_logprobs": head})
     return {"content": content}
 
 

@@ -119,6 +119,8 @@ class Request:
     """Most tokens to generate."""
     salt: str = ""
     seed: int = 0
+    head_k: int = 0
+    """How many of the likeliest tokens to report beside each drawn one."""
     want_mask: bool = False
     streams: bool = False
     """Hand over after every token, not only at the end."""

@@ -314,7 +314,7 @@ def make_plan(requests: list[Request], vocab_size: int, device: torch.device) ->
         top_p=column([1.0 if p.greedy else p.top_p for p in params], 1.0, torch.float32),
         min_p=column([0.0 if p.greedy else p.min_p for p in params], 0.0, torch.float32),
         all_greedy=all(greedy),
-        head_k=max((p.logprobs or 0) for p in params),
+        head_k=max(request.head_k for request in requests),
         ranks=any(p.logprobs is not None for p in params),
         masks=any(request.want_mask for request in requests),
     )
@@ -328,9 +328,9 @@ def _record_extras(requests: list[Request], drawn: Sampled) -> None:
     for row, request in enumerate(requests):
         if ranks is not None:
             request.ranks.append(ranks[row])
-        if request.params.logprobs and head_ids is not None and head_logprobs is not None:
-            request.head_ids.append(head_ids[row, : request.params.logprobs])
-            request.head_logprobs.append(head_logprobs[row, : request.params.logprobs])
+        if request.head_k and head_ids is not None and head_logprobs is not None:
+            request.head_ids.append(head_ids[row, : request.head_k])
+            request.head_logprobs.append(head_logprobs[row, : request.head_k])
         if request.want_mask and kept is not None:
             request.masks.append(np.flatnonzero(kept[row]))
 

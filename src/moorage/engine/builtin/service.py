@@ -81,12 +81,18 @@ class Service:
                 limit=min(params.max_tokens or room, room),
                 salt=salt or "",
                 seed=self._seed(params, index),
+                head_k=self._head_k(params),
                 want_mask=self.sampling_mask and params.truncated,
                 streams=streams or bool(params.stop_strings),
                 arrived_s=time.monotonic(),
             )
             for index in range(params.n)
         ]
+
+    def _head_k(self, params: SamplingParams) -> int:
+        vocab = self.scheduler.runner.vocab_size
+        asked = vocab if params.logprobs == -1 else min(params.logprobs or 0, vocab)
+        return asked if asked > 1 else 0  # of one entry, it is the drawn token
 
     def _seed(self, params: SamplingParams, index: int) -> int:
         if params.seed is None or params.seed == -1:
@@ -120,7 +126,7 @@ class Service:
                 f"{prompt_len} tokens",
                 param="routed_experts_prompt_start",
             )
-        if params.logprobs is not None and params.logprobs > vocab:
+        if params.logprobs is not None and params.logprobs > vocab + 1:  # all, and the drawn one
             raise RequestError(
                 f"logprobs {params.logprobs} is above the vocabulary of {vocab}", param="logprobs"
             )
@@ -146,8 +152,9 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerFast | None:
 def end_tokens(path: str, config: Any, tokenizer: PreTrainedTokenizerFast | None) -> tuple[int, ...]:
     """Ids that end a completion: the tokenizer's, then those of generation_config.json or config.json."""
     ids: list[int] = []
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        ids.append(int(tokenizer.eos_token_id))
+    own: Any = None if tokenizer is None else tokenizer.eos_token_id
+    if own is not None:
+        ids.append(own)
     declared: Any = getattr(config, "eos_token_id", None)
     if (Path(path) / "generation_config.json").is_file():
         declared = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id or declared

@@ -67,6 +67,7 @@ def make_request(
         "eos_id": None,
         "limit": params.max_tokens or 8,
         "want_mask": params.truncated,
+        "head_k": params.logprobs or 0,
         "seed": seed if params.seed is None else params.seed,
     }
     return Request(id=name, prompt=tokens, params=params, **{**fields, **more})
@@ -83,8 +84,8 @@ def run_all(scheduler: Scheduler, requests: list[Request], per_step: int | None 
 
 @dataclass(frozen=True)
 class Truth:
-    """Processed log-probabilities [tokens, vocab], -inf outside the kept set, float64; and the gap by which the
-    set was decided, [tokens]."""
+    """Processed log-probabilities [tokens, vocab], -inf outside the kept set, float64; and the gap by which
+    the set was decided, [tokens]."""
 
     logprobs: np.ndarray
     decided_by: np.ndarray
@@ -104,7 +105,8 @@ class Reference:
 
     @torch.inference_mode()
     def choices(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Experts [tokens, layers, k] and the gap [tokens, layers] between the last chosen and the first not."""
+        """Experts [tokens, layers, k] and the gap [tokens, layers] between the last chosen and the first
+        not."""
         ids = torch.from_numpy(tokens)[None]
         out = self.model(input_ids=ids, use_cache=False, output_router_logits=True)
         k = self.model.config.num_experts_per_tok
