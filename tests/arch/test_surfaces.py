@@ -1,4 +1,4 @@
-"""What others rely on, held equal to checked-in lists: config keys, records, routes, metric-free shapes.
+"""What others rely on, held equal to checked-in lists: config keys, records, routes.
 
 A change here is a change of docs/protocols.md or of what people write in run files: make it there first, then
     python -m tests.arch.test_surfaces --update
@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,8 @@ from typing import Any, get_args
 import msgspec
 import pytest
 from pydantic import BaseModel
+
+from tests.arch.layers import SOURCE
 
 LISTS = Path(__file__).parent / "surfaces"
 CONFIGS = (
@@ -51,7 +54,34 @@ def record_lines() -> Iterator[str]:
                     yield f"{name}.{field.name}: {_type_text(field.type)}"
 
 
-SURFACES: dict[str, Callable[[], Iterator[str]]] = {"config": config_lines, "records": record_lines}
+def rpc_lines() -> Iterator[str]:
+    """`method.field: type` of every request of the env server, and of its replies."""
+    from moorage.env import protocol
+
+    for method, request in protocol.METHODS.items():
+        for field in msgspec.structs.fields(request):
+            yield f"{method.decode()}.{field.name}: {_type_text(field.type)}"
+    for name, cls in inspect.getmembers(protocol, inspect.isclass):
+        if issubclass(cls, msgspec.Struct) and name.endswith("Reply"):
+            for field in msgspec.structs.fields(cls):
+                yield f"{name}.{field.name}: {_type_text(field.type)}"
+
+
+def engine_route_lines() -> Iterator[str]:
+    """`METHOD path` of every route that the built-in engine serves."""
+    routes = set()
+    for path in (SOURCE / "engine" / "builtin").glob("*.py"):
+        for method, route in re.findall(r'web\.(get|post|delete)\("(/[^"]*)"', path.read_text()):
+            routes.add(f"{method.upper()} {route}")
+    yield from sorted(routes)
+
+
+SURFACES: dict[str, Callable[[], Iterator[str]]] = {
+    "config": config_lines,
+    "records": record_lines,
+    "rpc": rpc_lines,
+    "engine_routes": engine_route_lines,
+}
 
 
 def _collect(cls: type[BaseModel], seen: dict[type[BaseModel], None]) -> None:
