@@ -155,9 +155,9 @@ class Request:
     def spans(self) -> list[tuple[str, int, int]]:
         """(label, start, end) over the output tokens, contiguous; equal neighbours joined, empty ones left
         out."""
-        ends = [start for _, start in self.versions[1:]] + [len(self.out)]
+        starts = [*(start for _, start in self.versions), len(self.out)]
         spans: list[tuple[str, int, int]] = []
-        for (label, start), end in zip(self.versions, ends, strict=True):
+        for (label, start), end in zip(self.versions, starts[1:], strict=True):
             if end <= start:
                 continue
             if spans and spans[-1][0] == label:

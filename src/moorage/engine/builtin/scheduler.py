@@ -30,6 +30,8 @@ from moorage.engine.builtin.sampler import Plan, Sampled, hash_seed, sample, uni
 SMALL_FEED = 512
 """Padding does not matter below so many tokens."""
 PREFIX_BYTES = 512 << 20
+NO_TOP_P = 2.0
+"""Above any rounded cumulated share, so that a row without top-p loses nothing beside one with it."""
 SHARE_TOKENS = 4 * BLOCK
 """A request waits one step for a sibling that is being fed when they share this many tokens not yet
 stored."""
@@ -311,7 +313,9 @@ def make_plan(requests: list[Request], vocab_size: int, device: torch.device) ->
         temperature=column([1.0 if p.greedy else p.temperature for p in params], 1.0, torch.float32),
         greedy=torch.tensor(greedy, device=device) if any(greedy) else None,
         top_k=column(top_k, vocab_size, torch.int64),
-        top_p=column([1.0 if p.greedy else p.top_p for p in params], 1.0, torch.float32),
+        top_p=column(
+            [NO_TOP_P if p.greedy or p.top_p >= 1 else p.top_p for p in params], NO_TOP_P, torch.float32
+        ),
         min_p=column([0.0 if p.greedy else p.min_p for p in params], 0.0, torch.float32),
         all_greedy=all(greedy),
         head_k=max(request.head_k for request in requests),
