@@ -10,8 +10,8 @@ from typing import Any
 from moorage.config.base import make_config
 from moorage.config.run import OrchestratorProcessConfig
 from moorage.core.rundir import RunDir
-from moorage.monitor.files import FileMonitor, read_metrics
 from moorage.monitor.fanout import Fanout
+from moorage.monitor.files import FileMonitor, read_metrics
 from moorage.orchestrator.dispatcher import Environment
 from moorage.orchestrator.holdings import Holdings
 from moorage.orchestrator.run import Orchestrator, Parts

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from moorage.core.log import get_logger
 from moorage.orchestrator.events import Arrived, Cancelled, Event
-from moorage.orchestrator.facts import EpisodeFacts, TraceFacts, read_episode
+from moorage.orchestrator.facts import EpisodeFacts, only, read_episode
 from moorage.orchestrator.holdings import Holdings
 from moorage.orchestrator.metrics import agent_metrics, episode_metrics, pass_metrics
 from moorage.orchestrator.payloads import span_of
@@ -98,7 +98,7 @@ def score_pass(pass_: EvalPass, episodes: list[EpisodeFacts]) -> dict[str, float
     """All series of a whole pass, and a warning when it says nothing about the policy."""
     scope = f"eval/{pass_.source.name}"
     size = pass_.source.group_size
-    effective = [_keep(each, lambda trace: trace.ok and trace.trainable) for each in episodes if each.ok]
+    effective = [only(each, lambda trace: trace.ok and trace.trainable) for each in episodes if each.ok]
     effective = [each for each in effective if each.traces]
     values = episode_metrics(scope, "all", episodes) | episode_metrics(scope, "effective", effective)
     values |= agent_metrics(scope, "all", episodes) | agent_metrics(scope, "effective", effective)
@@ -135,19 +135,3 @@ def group_rewards(
                 groups = table.setdefault(trace.agent if by_agent else "", {})
                 groups.setdefault(episode.group_id, []).append(trace.reward)
     return table
-
-
-def _keep(episode: EpisodeFacts, wanted: Callable[[TraceFacts], bool]) -> EpisodeFacts:
-    traces = tuple(trace for trace in episode.traces if wanted(trace))
-    if len(traces) == len(episode.traces):
-        return episode
-    return EpisodeFacts(
-        episode.id,
-        episode.env,
-        episode.group_id,
-        episode.ok,
-        traces,
-        episode.span,
-        episode.cancelled,
-        episode.sums,
-    )

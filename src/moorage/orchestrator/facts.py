@@ -7,8 +7,8 @@ the rest, so that windows hold numbers and not episodes.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from verifiers.v1 import WireEpisode
@@ -70,14 +70,27 @@ def read_episode(
     """The facts of one final episode."""
     payloads = payloads or {}
     traces = tuple(read_trace(trace, payloads.get(trace.id)) for trace in episode.traces)
-    sums: dict[str, float] = {
+    return EpisodeFacts(episode.id, env, group_id, episode.ok, traces, span, sums=add_up(traces))
+
+
+def add_up(traces: Iterable[TraceFacts]) -> dict[str, float]:
+    """The sizes of an episode: sums over `traces`."""
+    traces = tuple(traces)
+    return {
         "num_total_tokens": sum(trace.total_tokens for trace in traces),
         "num_input_tokens": sum(trace.input_tokens for trace in traces),
         "num_output_tokens": sum(trace.output_tokens for trace in traces),
         "num_turns": sum(trace.turns for trace in traces),
         "num_branches": sum(trace.branches for trace in traces),
     }
-    return EpisodeFacts(episode.id, env, group_id, episode.ok, traces, span, sums=sums)
+
+
+def only(episode: EpisodeFacts, wanted: Callable[[TraceFacts], bool]) -> EpisodeFacts:
+    """`episode` with the traces that are wanted."""
+    traces = tuple(trace for trace in episode.traces if wanted(trace))
+    if len(traces) == len(episode.traces):
+        return episode
+    return replace(episode, traces=traces, sums=add_up(traces))
 
 
 def read_trace(trace: Any, payload: TracePayload | None = None) -> TraceFacts:

@@ -5,7 +5,7 @@ Each loop: what it consumes -> what it produces; what it waits for / who unblock
 | loop          | consumes -> produces                     | waits for / unblocked by                        |
 |---------------|------------------------------------------|-------------------------------------------------|
 | dispatch      | tasks, permits -> episodes on `events`   | a permit / an ending episode; a task / the env  |
-|               |                                          | server; the gate / a live version, a batch       |
+|               |                                          | server; the gate / a live version, a batch      |
 |               |                                          | (looks again every 0.5 s)                       |
 | consume       | `events` -> scored traces, eval figures, | an event / dispatch; a scoring hook / the       |
 |               | episode lines                            | algorithm                                       |
@@ -15,7 +15,7 @@ Each loop: what it consumes -> what it produces; what it waits for / who unblock
 |               | a new version, due evals                 | death (`PeerWatch`)                             |
 | releases      | dropped payloads -> deletes              | something to delete / dispatch, the sinks       |
 | episodes      | episodes -> traces.jsonl                 | 0.2 s / the clock                               |
-| ping          | -> ledgers, abandoned payloads           | 1 s / the clock; answers / its own deadline      |
+| ping          | -> ledgers, abandoned payloads           | 1 s / the clock; answers / its own deadline    |
 | engines       | gauges -> choice among replicas          | 1 s / the clock; 60 s of silence end the run    |
 | watch trainer | heartbeat, END.json -> the end           | 1 s / the clock                                 |
 | stall, lag    | what the others await -> a log line      | the clock                                       |

@@ -37,7 +37,7 @@ def episode_metrics(scope: str, subset: str, episodes: Sequence[EpisodeFacts]) -
     for name in COUNTS:
         values |= describe(f"{prefix}/{name}", [each.sums[name] for each in episodes if each.traces])
     if subset == "all" and episodes:
-        values[f"{prefix}/has_error/mean"] = share(not each.ok for each in episodes)
+        values[f"{prefix}/has_error/mean"] = share(not each.ok and not each.cancelled for each in episodes)
         values[f"{prefix}/cancelled/mean"] = share(each.cancelled for each in episodes)
     return values
 

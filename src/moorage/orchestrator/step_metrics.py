@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from moorage.orchestrator.facts import EpisodeFacts
+from moorage.orchestrator.facts import EpisodeFacts, only
 from moorage.orchestrator.metrics import (
     agent_metrics,
     episode_metrics,
@@ -107,10 +107,7 @@ def shipped_episodes(cohort: Sequence[Scored]) -> list[EpisodeFacts]:
     for scored in cohort:
         chosen.setdefault(scored.facts.id, set()).add(scored.trace.id)
         facts[scored.facts.id] = scored.facts
-    return [
-        replace(each, traces=tuple(trace for trace in each.traces if trace.id in chosen[each.id]))
-        for each in facts.values()
-    ]
+    return [only(each, lambda trace, ids=chosen[each.id]: trace.id in ids) for each in facts.values()]
 
 
 def drop_metrics(window: Window) -> dict[str, float]:

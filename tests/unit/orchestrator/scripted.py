@@ -228,7 +228,9 @@ class ScriptedEnv:
                 episodes.append(await self.behave(call, nth))
             return episodes
         except asyncio.CancelledError:
-            for episode in episodes:  # cancelled before its reply: what the server kept is the server's to free
+            for (
+                episode
+            ) in episodes:  # cancelled before its reply: what the server kept is the server's to free
                 for payload in read_payloads(episode).values():
                     self.store.release(payload_refs(payload), "env_server")
             raise

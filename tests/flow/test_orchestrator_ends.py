@@ -1,0 +1,75 @@
+"""Ends that nobody may wait beyond: short runs, resume at the last step, nothing left to do."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from moorage.exchange.batches import read_checkpoint_state
+from moorage.orchestrator.loop import main
+from moorage.orchestrator.progress import decode_state
+from tests.flow.test_orchestrator_run import (
+    assert_accounts,
+    make_orchestrator,
+    make_process_config,
+)
+from tests.unit.orchestrator.scripted import ScriptedEnv, ScriptedStore, ScriptedTrainer, reply_after
+
+
+def run_once(root, first: int, last: int, step_s: float, max_ahead: int = 1):
+    """One attempt from `first` to `last`; returns the seconds from the trainer's end to the orchestrator's."""
+
+    async def scenario():
+        store = ScriptedStore()
+        env = ScriptedEnv(store, reply_after(store))
+        config = make_process_config(root, last, start_step=first, checkpoint_interval=1, max_ahead=max_ahead)
+        state = None
+        folder = root / "run" / "checkpoints" / f"step_{first - 1}" / "orchestrator"
+        if first > 1:
+            state = decode_state(read_checkpoint_state(folder), ("script",))
+        orchestrator = make_orchestrator(config, env, state=state)
+        trainer = ScriptedTrainer(
+            orchestrator.run_dir, store, first=first, last=last, step_s=step_s, checkpoint=1
+        )
+        done_at = []
+
+        async def train():
+            await trainer.run()
+            done_at.append(time.monotonic())
+
+        training = asyncio.create_task(train())
+        async with asyncio.timeout(60):
+            assert await orchestrator.run(asyncio.Event())
+            ended = time.monotonic()
+            await training
+        orchestrator.parts.monitor.close()
+        store.assert_clean()
+        assert_accounts(orchestrator)
+        assert [batch.step for batch in trainer.batches] == list(range(first, last + 1))
+        assert (root / "run" / "checkpoints" / f"step_{last}" / "orchestrator" / "READY").exists()
+        return ended - done_at[0]
+
+    return asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_an_instant_env_and_a_slow_trainer_end_together(tmp_path, steps):
+    assert run_once(tmp_path, 1, steps, step_s=0.3) < 5
+
+
+@pytest.mark.parametrize("max_ahead", [0, 3])
+def test_any_overlap_ends(tmp_path, max_ahead):
+    assert run_once(tmp_path, 1, 3, step_s=0.05, max_ahead=max_ahead) < 5
+
+
+def test_resume_at_the_last_step(tmp_path):
+    run_once(tmp_path, 1, 2, step_s=0.0)
+    assert run_once(tmp_path, 3, 3, step_s=0.1) < 5
+
+
+def test_nothing_left_to_do_is_a_good_end(tmp_path):
+    started = time.monotonic()
+    assert main(make_process_config(tmp_path, 3, start_step=4)) == 0
+    assert time.monotonic() - started < 5

@@ -1,0 +1,52 @@
+"""Measuring while training: the same tasks each time, once per due version, and the last one to its end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+
+from moorage.monitor.files import read_metrics
+from tests.flow.test_orchestrator_run import (
+    assert_accounts,
+    make_orchestrator,
+    make_process_config,
+    run_with_trainer,
+)
+from tests.unit.orchestrator.scripted import ScriptedEnv, ScriptedStore, ScriptedTrainer, reply_after
+
+
+def measure(root, steps: int, source: dict, eval_s: float, train_s: float = 0.01, **settings):
+    async def scenario():
+        store = ScriptedStore()
+        env = ScriptedEnv(store, reply_after(store, lambda rng: train_s))
+        evals = ScriptedEnv(store, reply_after(store, lambda rng: eval_s, seed=1))
+        block = {"sources": [{"name": "m", "env": {"taskset": {"id": "x"}}, **source}], **settings}
+        orchestrator = make_orchestrator(make_process_config(root, steps, eval=block), env, {"m": evals})
+        trainer = ScriptedTrainer(orchestrator.run_dir, store, first=1, last=steps, step_s=0.02)
+        assert await run_with_trainer(orchestrator, trainer)
+        store.assert_clean()
+        assert_accounts(orchestrator)
+        rows = read_metrics(orchestrator.run_dir.metrics("orchestrator"))
+        return evals, [row for row in rows if "eval/m/policy_version" in row]
+
+    return asyncio.run(scenario())
+
+
+def test_a_subset_of_16_of_200_tasks_is_the_same_at_every_step_with_passes_overlapping(tmp_path):
+    evals, rows = measure(tmp_path, 10, {"num_tasks": 16, "interval": 5}, eval_s=1.0)
+    by_stream = defaultdict(list)
+    for stream, index in evals.sampled:
+        by_stream[stream].append(index)
+    versions = {row["eval/m/policy_version"] for row in rows}
+    assert {0, 10} <= versions
+    assert len(versions) == 3  # a version between that is 5 or, when 5 was skipped, the next that came
+    assert by_stream == {f"eval/m@{version}": list(range(16)) for version in sorted(versions)}
+    assert set(evals.limits.values()) == {16}
+    assert all(row["eval/m/num_episodes"] == 16 for row in rows)
+    assert all(row["step"] == row["eval/m/policy_version"] for row in rows)
+    assert sorted(evals.closed) == sorted(by_stream)
+
+
+def test_the_last_measurement_completes_though_training_is_over(tmp_path):
+    _, rows = measure(tmp_path, 2, {"num_tasks": 8, "interval": 100}, eval_s=0.5, skip_first_step=True)
+    assert [(row["eval/m/policy_version"], row["eval/m/num_episodes"]) for row in rows] == [(2, 8)]
