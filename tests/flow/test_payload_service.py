@@ -268,6 +268,23 @@ def test_the_service_holds_no_payload_in_memory(site) -> None:
     assert rss() - before < piece.nbytes
 
 
+def test_a_readers_memory_is_flat_over_steps(site) -> None:
+    def rss() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    arrays = make_arrays(20_000, routing=(24, 8), optional=("routed_experts",))
+    after: list[int] = []
+    for _ in range(12):
+        pieces = [site.keep(arrays) for _ in range(4)]
+        fetched = site.client.fetch(pieces, 20)
+        assert all(isinstance(payload, BranchArrays) for payload in fetched.values())
+        del fetched
+        site.client.release(pieces, "trainer")
+        after.append(rss())
+    assert after[-1] - after[1] < pieces[0].nbytes
+    assert site.client.pending_releases == []
+
+
 def test_a_wildcard_bind_advertises_a_concrete_host(tmp_path) -> None:
     spool = Spool(tmp_path, "run.1", 1 << 20)
     piece_id = spool.keep("r", encode(arrays := make_arrays(5)))
