@@ -28,7 +28,7 @@ def _run(tmp_path: Path, model: Path, num_ranks: int, layouts: list[dict[str, An
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
         command = [sys.executable, *torchrun, *command[1:]]
     done = subprocess.run(
-        command, env=process_env(), capture_output=True, text=True, timeout=300, check=False
+        command, env=process_env(), capture_output=True, text=True, timeout=380, check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return out
@@ -83,7 +83,8 @@ def _two_rank_layouts() -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("kind", ["dense", "moe"])
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("kind", ["dense", pytest.param("moe", marks=pytest.mark.slow)])
 def test_one_and_two_ranks_train_alike(tmp_path: Path, dense_model: Path, moe_model: Path, kind: str) -> None:
     model, routing = (dense_model, None) if kind == "dense" else (moe_model, [2, 2, 8])
     one = _run(tmp_path, model, 1, _one_rank_layouts(), dtype="float64", routing=routing)
@@ -113,6 +114,8 @@ def test_four_ranks_and_replicas_of_shards_train_alike(tmp_path: Path, dense_mod
     _check_published(four, "hybrid")
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_published_float32_weights_of_two_ranks_are_the_full_state_dict(
     tmp_path: Path, moe_model: Path
 ) -> None:

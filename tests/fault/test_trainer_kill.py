@@ -1,0 +1,142 @@
+"""kill -9 of the trainer at random moments: resume works from the newest whole checkpoint, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from moorage.core.rundir import mark_ready, ready_steps
+from moorage.trainer.state import whole_checkpoints
+from tests.support.training import SyntheticRun
+
+STEPS = 8
+
+
+class _Orchestrator(threading.Thread):
+    """Writes the orchestrator's part of each checkpoint soon after the trainer's."""
+
+    def __init__(self, run: SyntheticRun) -> None:
+        super().__init__(daemon=True)
+        self.run_dir = run.run
+        self.stopped = threading.Event()
+
+    def run(self) -> None:
+        while not self.stopped.wait(0.01):
+            for step in range(1, STEPS + 1):
+                if (self.run_dir.checkpoint(step, "trainer") / "READY").exists():
+                    mark_ready(self.run_dir.checkpoint(step, "orchestrator"))
+
+
+def _losses(run: SyntheticRun) -> list[dict[int, float]]:
+    """Step to loss, one table per attempt: an attempt's steps rise."""
+    attempts: list[dict[int, float]] = []
+    last = STEPS + 1
+    for row in run.metrics():
+        if row["step"] <= last:
+            attempts.append({})
+        last = int(row["step"])
+        attempts[-1][last] = row["loss"]
+    return attempts
+
+
+def _config(run: SyntheticRun, model: Path, start_step: int, num_ranks: int = 1):
+    return run.config(
+        model,
+        STEPS,
+        facts__start_step=start_step,
+        trainer__num_ranks=num_ranks,
+        checkpoint__interval=1,
+        checkpoint__keep_last=3,
+        payload__retain="checkpoint",
+    )
+
+
+def _resume_until_done(run: SyntheticRun, model: Path, kills: int, seed: int) -> int:
+    """Kill and resume; returns how many kills hit a running trainer."""
+    rng = random.Random(seed)
+    hits = 0
+    for attempt in range(kills + 1):
+        start = (whole_checkpoints(run.run) or [0])[-1] + 1
+        if start > STEPS:
+            break
+        for version in ready_steps(run.run.weights):
+            if version >= start:
+                os.remove(run.run.weight(version) / "READY")
+        trainer = run.start_trainer(_config(run, model, start))
+        if attempt == kills:
+            assert trainer.wait(110) == 0, run.log_text()
+            break
+        _wait_for_steps(run, trainer, rng.randint(1, 3))
+        time.sleep(rng.uniform(0.0, 0.3))
+        trainer.send_signal(signal.SIGKILL)
+        hits += trainer.wait(10) == -signal.SIGKILL
+    return hits
+
+
+def _wait_for_steps(run: SyntheticRun, trainer, count: int) -> None:
+    had = len(run.metrics())
+    deadline = time.monotonic() + 110
+    while len(run.metrics()) < had + count and trainer.poll() is None:
+        assert time.monotonic() < deadline, run.log_text()
+        time.sleep(0.01)
+
+
+def _check_kills(tmp_path: Path, model: Path, kills: int) -> None:
+    with SyntheticRun(tmp_path) as run:
+        for step in range(1, STEPS + 1):
+            run.write_step(step)
+        orchestrator = _Orchestrator(run)
+        orchestrator.start()
+        hits = _resume_until_done(run, model, kills, seed=kills)
+        orchestrator.stopped.set()
+        attempts = _losses(run)
+        run.spool.catch_up()
+        ledger = run.spool.ledger()
+    assert hits >= 1
+    merged: dict[int, float] = {}
+    for attempt in attempts:
+        for step, loss in attempt.items():
+            # A step that ran twice had the same payloads and the same weights: the same loss, bit for bit.
+            assert merged.setdefault(step, loss) == loss, step
+    assert sorted(merged) == list(range(1, STEPS + 1))
+    assert (ledger.outstanding, ledger.double_frees) == (0, 0)
+
+
+@pytest.mark.timeout(300)
+def test_a_killed_trainer_repeats_its_steps_bit_for_bit(tmp_path: Path, dense_model: Path) -> None:
+    _check_kills(tmp_path, dense_model, kills=1)
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(1500)
+def test_ten_kills_at_random_moments_never_corrupt_the_run(tmp_path: Path, dense_model: Path) -> None:
+    _check_kills(tmp_path, dense_model, kills=10)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("resumed_ranks", [1, 4])
+def test_a_checkpoint_of_two_ranks_resumes_on_one_and_on_four(
+    tmp_path: Path, dense_model: Path, resumed_ranks: int
+) -> None:
+    losses = []
+    for ranks in (2, resumed_ranks):
+        with SyntheticRun(tmp_path / f"to_{ranks}", num_ranks=2) as run:
+            for step in (1, 2):
+                run.write_step(step)
+            assert run.start_trainer(_short(run, dense_model, 1, 2, 2)).wait(280) == 0, run.log_text()
+            run.num_ranks = ranks
+            run.write_step(3)
+            assert run.start_trainer(_short(run, dense_model, 3, 3, ranks)).wait(280) == 0, run.log_text()
+            losses.append(run.metrics()[-1]["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def _short(run: SyntheticRun, model: Path, start: int, last: int, ranks: int):
+    return run.config(model, last, facts__start_step=start, trainer__num_ranks=ranks, checkpoint__interval=2)

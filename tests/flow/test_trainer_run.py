@@ -1,0 +1,111 @@
+"""The trainer as a real process on a real payload store: what it deletes, writes, measures and refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from moorage.core.rundir import ready_steps
+from tests.support.training import STORE, SyntheticRun
+
+START_S = 110.0
+CONTRACT = {
+    "loss",
+    "mismatch_kl/mean",
+    "mismatch_kl/max",
+    "entropy/mean",
+    "optim/lr",
+    "optim/grad_norm",
+    "perf/throughput",
+    "perf/padding_share",
+    "perf/peak_memory_mib",
+    "payload/fetch_s/mean",
+    "payload/fetch_s/max",
+    "payload/dropped_micro_batches",
+    "payload/bytes_fetched",
+    "time/step",
+    "time/wait_for_batch",
+    "time/fetch",
+    "time/forward_backward",
+    "time/publish",
+    "time/checkpoint",
+    "policy/lag/mean",
+    "policy/lag/max",
+}
+
+
+def _ledger(run: SyntheticRun):
+    run.spool.catch_up()
+    return run.spool.ledger()
+
+
+def test_three_steps_free_every_payload_publish_every_version_and_emit_every_series(
+    tmp_path: Path, moe_model: Path
+) -> None:
+    with SyntheticRun(tmp_path, routing=(2, 2, 8)) as run:
+        for step in (1, 2, 3):
+            run.write_step(step)
+        trainer = run.start_trainer(run.config(moe_model, 3, trainer__router_replay=True))
+        assert trainer.wait(START_S) == 0, run.log_text()
+        ledger = _ledger(run)
+        assert ledger.kept == ledger.freed["trainer"] == 24
+        assert (ledger.outstanding, ledger.double_frees, ledger.unknown) == (0, 0, 0)
+        assert ready_steps(run.run.weights) == [0, 1, 2, 3]
+        rows = run.metrics()
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    for row in rows:
+        assert row.keys() >= CONTRACT
+        assert row["payload/dropped_micro_batches"] == 0
+        assert row["payload/bytes_fetched"] > 0
+        assert row["routing/imbalance"] > 0
+    versions = [AutoModelForCausalLM.from_pretrained(run.run.weight(n)).state_dict() for n in (0, 3)]
+    assert any(not torch.equal(versions[0][name], versions[1][name]) for name in versions[0])
+
+
+def test_a_lost_payload_drops_its_micro_batch_and_an_empty_step_ends_the_run(
+    tmp_path: Path, dense_model: Path
+) -> None:
+    with SyntheticRun(tmp_path) as run:
+        lost = run.write_step(1)[0].payload.id
+        gone = [sample.payload.id for sample in run.write_step(2)]
+        run.spool.free([lost, *gone], "shutdown")
+        trainer = run.start_trainer(run.config(dense_model, 2))
+        assert trainer.wait(START_S) == 1
+        rows, log, ledger = run.metrics(), run.log_text(), _ledger(run)
+    assert [row["payload/dropped_micro_batches"] for row in rows] == [1]
+    assert rows[0]["perf/padding_share"] > 0
+    assert "step 2: no payload of its" in log
+    assert "payload.retain" in log
+    assert "Traceback" not in log
+    assert ledger.outstanding == 0
+
+
+def test_missing_routing_rows_stop_the_first_batch_and_name_the_setting(
+    tmp_path: Path, moe_model: Path
+) -> None:
+    with SyntheticRun(tmp_path) as run:
+        run.write_step(1)
+        trainer = run.start_trainer(run.config(moe_model, 1, trainer__router_replay=True))
+        assert trainer.wait(START_S) == 1
+        log = run.log_text()
+    assert "inference.routed_experts = true" in log
+    assert STORE not in log
+    assert "Traceback" not in log
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_two_ranks_delete_each_payload_once_and_agree_on_a_lost_one(tmp_path: Path, moe_model: Path) -> None:
+    with SyntheticRun(tmp_path, num_ranks=2, routing=(2, 2, 8)) as run:
+        samples = run.write_step(1, count=7)
+        run.write_step(2, count=7)
+        run.spool.free([samples[0].payload.id], "shutdown")
+        config = run.config(moe_model, 2, trainer__router_replay=True, checkpoint__interval=1)
+        assert run.start_trainer(config).wait(280) == 0, run.log_text()
+        ledger, rows = _ledger(run), run.metrics()
+    assert [row["payload/dropped_micro_batches"] for row in rows] == [1, 0]
+    assert ledger.outstanding == 0
+    assert ledger.freed["trainer"] == 13
