@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from moorage.engine.generate import GenerateClient
 from moorage.engine.render import RendererPool
 from moorage.env.detectors import make_detectors
 from moorage.env.keep import keep_episode, read_payload
-from moorage.env.model_client import ModelService, policy_client, serving
+from moorage.env.model_client import ModelService, model_seam, policy_client, serving
 from moorage.env.resolve import load_env, resolve_env
 from moorage.env.turns import SideTable
 from moorage.payload.codec import BranchArrays, decode
@@ -78,8 +79,12 @@ def on_stage(
     settings: EngineSettings | None = None,
     head_k: int = 0,
     sampling: dict[str, Any] | None = None,
+    local: bool = True,
 ) -> Any:
-    """Set up everything, run `act(stage)`, take it down. Returns what `act` returned."""
+    """Set up everything, run `act(stage)`, take it down. Returns what `act` returned.
+
+    `local` False keeps direct harnesses from finding their rollout in this process: they use HTTP.
+    """
 
     async def run() -> Any:
         data, _ = resolve_env(env, "train")
@@ -91,7 +96,7 @@ def on_stage(
         sampled = {"temperature": 1.0, "max_tokens": 64, **(sampling or {})}
         stage = Stage(folder, model_path, engine, loaded, service, spool, sampled)
         try:
-            async with serving(loaded, service):
+            async with serving(loaded, service) if local else _over_http(loaded, service):
                 return await act(stage)
         finally:
             await service.engine.close()
@@ -100,6 +105,13 @@ def on_stage(
 
     with ScriptedEngine(script, model_path, settings) as engine:
         return asyncio.run(run())
+
+
+@asynccontextmanager
+async def _over_http(env: vf.Env, service: ModelService) -> AsyncIterator[None]:
+    with model_seam(service):
+        async with env.serving():
+            yield
 
 
 def last_user(prompt: str) -> str:
