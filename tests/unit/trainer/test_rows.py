@@ -140,3 +140,18 @@ def test_branch_arrays_of_a_blob_are_not_written_to() -> None:
     arrays.token_ids.flags.writeable = False
     row = _row(_assembled(seq_lens=(3,), token_ids=arrays.token_ids))
     assert row.token_ids.tolist() == [0, 1, 2]
+
+
+def test_a_lost_micro_batch_leaves_the_gradient_of_a_batch_built_without_it() -> None:
+    """The divisor leaves it out too (R6): float64, 1e-12."""
+    piece = PayloadSlice("u", "s", "a" * 32, 6, 6, ("token_ids",), None, 10)
+    lost = placeholder(MicroBatch((TrainSample(piece, (), env="e"),)), {})
+    found = []
+    for parts in ([_assembled(), lost], [_assembled()]):
+        model = make_model("qwen3", dtype=torch.float64)
+        step = TrainStep(model, make_loss({"type": "ipo", "eps": 1.0}), TrainerConfig(), 1)
+        rows = [make_row(part, torch.float64, torch.device("cpu"), replay=False) for part in parts]
+        step.backward(rows, StepMetrics(step.loss.metric_names))
+        found.append({name: p.grad for name, p in model.module.named_parameters()})
+    for name, expected in found[1].items():
+        assert float((found[0][name] - expected).abs().max()) <= 1e-12 * float(expected.abs().max()), name
