@@ -57,12 +57,12 @@ class Server:
     ):
         return EnvClient(self.rpc, token=token, run_id=run_id, attempt=attempt, source=source)
 
-    def workers(self) -> list[psutil.Process]:
-        return [
-            child
-            for child in psutil.Process(self.process.pid).children(recursive=True)
-            if "moorage.env.worker" in " ".join(child.cmdline())
-        ]
+    def worker_pids(self) -> list[int]:
+        """Processes forked from the nursery, the first started first."""
+        for child in psutil.Process(self.process.pid).children():
+            if "moorage.env.nursery" in " ".join(child.cmdline()):
+                return sorted(worker.pid for worker in child.children())
+        return []
 
     def stop(self, timeout_s: float = 30.0) -> int:
         self.process.send_signal(signal.SIGTERM)

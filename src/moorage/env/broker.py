@@ -168,6 +168,8 @@ class Broker:
         await self._stop_wanted.wait()
         self._draining = True
         await self._runs.wait_over(None, 0 if self.fatal else DRAIN_S)
+        if len(self._runs):
+            log.warning("%d requests are open and are ended: %s", len(self._runs), self._runs.describe())
         await self.close()
 
     async def close(self) -> None:
@@ -176,7 +178,7 @@ class Broker:
         reason = f"the env server is stopping: {self.fatal}" if self.fatal else "the env server is stopping"
         for holder in {entry.holder for entry in self._runs.delivery.entries.values()}:
             self._runs.drop(holder, "server_stopping", reason)
-        self._runs.tend(float("inf"))
+        self._runs.answer_cancels()
         await self._workers.stop()
         self._watching.cancel()
         await self._owner.close()

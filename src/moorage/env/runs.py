@@ -92,6 +92,11 @@ class Runs:
     def __len__(self) -> int:
         return len(self.delivery.entries)
 
+    def describe(self) -> str:
+        """How many requests are in which state."""
+        counts = {state.name.lower(): self.delivery.count(state) for state in State}
+        return ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+
     # -- requests
 
     def admit(
@@ -132,7 +137,7 @@ class Runs:
         until = time.monotonic() + wire.CANCEL_S
         self._cancels.append(CancelWait(identity, frame_id, tuple(live), left, until))
         self._carry_out(instructions)
-        self._answer_cancels(time.monotonic())
+        self.answer_cancels(time.monotonic())
 
     def drop(self, holder_key: str, kind: str, message: str) -> None:
         """The holder is gone: end what it has not acknowledged."""
@@ -204,7 +209,7 @@ class Runs:
         """Deadlines and late cancels."""
         for request_id, what in self._timers.due(now):
             self._on_timer(request_id, what)
-        self._answer_cancels(now)
+        self.answer_cancels(now)
 
     def _on_timer(self, request_id: str, what: str) -> None:
         state = self.delivery.state(request_id)
@@ -255,13 +260,14 @@ class Runs:
         if self._cancels:
             for wait in self._cancels:
                 wait.left.discard(request_id)
-            self._answer_cancels(time.monotonic())
+            self.answer_cancels(time.monotonic())
 
     def _forget_if_over(self, request_id: str) -> None:
         if self.delivery.state(request_id) is None:
             self._forget(request_id)
 
-    def _answer_cancels(self, now: float) -> None:
+    def answer_cancels(self, now: float = float("inf")) -> None:
+        """Answer the cancels whose runs have ended, or whose time is up at `now`."""
         if not self._cancels:
             return
         waiting, self._cancels = self._cancels, []

@@ -24,6 +24,8 @@ from moorage.payload.spool import Spool, choose_spool_root
 MIB = 1 << 20
 WATCH_S = 0.5
 LEDGER_AGE_S = 1.0
+REMEMBERED = 200_000
+"""Freed ids kept in mind, so that a repeated release is told from one of an id never kept."""
 log = get_logger(__name__)
 
 
@@ -69,7 +71,7 @@ class Store:
         """Make the spool and start the service. Raises PayloadError."""
 
         def start() -> None:
-            self._spool = Spool(self.root, self.attempt_key)
+            self._spool = Spool(self.root, self.attempt_key, remember=REMEMBERED)
             self._spool.own()
             self._service.start()
 

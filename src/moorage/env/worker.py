@@ -81,13 +81,20 @@ class Worker:
             method = b"run_group" if kind == Kind.GROUP else b"run_rollout"
             task = asyncio.create_task(self._run(request_id, method, number, body))
             self.runs[request_id] = task
-            task.add_done_callback(lambda _: self.runs.pop(request_id, None))
+            task.add_done_callback(lambda task: self._on_done(request_id, task))
         elif kind == Kind.CANCEL:
             task = self.runs.get(request_id)
             if task is not None:
                 task.cancel()
         elif kind == Kind.STOP:
             self.stop.set()
+
+    def _on_done(self, request_id: bytes, task: asyncio.Task[None]) -> None:
+        """A task cancelled before its first step never gets to say how it ended."""
+        del self.runs[request_id]
+        if task.cancelled() and self.channel is not None:
+            body = encode_error("cancelled", "the run was cancelled before it began")
+            self.channel.send(Kind.FAILED, request_id, 0, body)
 
     async def _run(self, request_id: bytes, method: bytes, deadline_s: float, body: bytes) -> None:
         assert self.channel is not None
