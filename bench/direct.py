@@ -5,8 +5,8 @@
 - `openai client`: a harness that talks to the interception server with the openai client and an agent whose
   client is verifiers' own: what such a rollout costs without moorage (it keeps no arrays).
 
-The engine is a script in another process. Printed: best and median over rounds, and a fixed pure-Python loop of
-the same moment, so that figures of a busy machine can be compared.
+The engine is a script in another process. Printed: best and median over rounds, and a fixed pure-Python loop
+of the same moment, so that figures of a busy machine can be compared.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ async def _round(one: Callable[[], Awaitable[None]], size: int, concurrency: int
 
 
 def yardstick() -> float:
-    """Milliseconds of a fixed loop, about 10 on an idle core of 2024."""
+    """Milliseconds of a fixed loop, to compare moments of one machine."""
     start = time.process_time()
     sum(i * i for i in range(200_000))
     return (time.process_time() - start) * 1e3
@@ -125,10 +125,9 @@ def main() -> None:
             for way in WAYS:
                 taken = asyncio.run(measure(way, url, folder, args.rounds, args.size))
                 best[way] = min(taken)
-                print(
-                    f"{way:>14}: {min(taken):6.2f} ms CPU per rollout (median {statistics.median(taken):.2f}); "
-                    f"yardstick {yardstick():.1f} ms"
-                )
+                middle = statistics.median(taken)
+                print(f"{way:>14}: {min(taken):6.2f} ms CPU per rollout (median {middle:.2f}); ", end="")
+                print(f"yardstick {yardstick():.1f} ms")
             for way in WAYS[1:]:
                 print(f"{way} / {WAYS[0]}: {best[way] / best[WAYS[0]]:.1f}")
         finally:

@@ -1,4 +1,4 @@
-"""A chat loop as verifiers' in-process harnesses usually are written: with the openai client. For `direct.py`."""
+"""A chat loop as in-process harnesses usually are written, with the openai client. For `direct.py`."""
 
 from __future__ import annotations
 

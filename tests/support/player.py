@@ -43,13 +43,13 @@ class Stage:
     spool: Spool
     sampling: dict[str, Any]
 
-    async def play(self, number: int = 0, *, model: str = "policy", keep: bool = True) -> vf.Episode:
+    async def play(self, number: int = 0, *, keep: bool = True, deadline_s: float = 60.0) -> vf.Episode:
         """An episode of the task at place `number`, kept and stripped unless told otherwise."""
         task = next(t for i, t in enumerate(self.env.taskset) if i == number)
         context = vf.ModelContext(
-            model=model, client=policy_client(self.engine.url), sampling=vf.SamplingConfig(**self.sampling)
+            model="policy", client=policy_client(self.engine.url), sampling=vf.SamplingConfig(**self.sampling)
         )
-        with self.service.turns.begin(model="policy", deadline_s=30) as run:
+        with self.service.turns.begin(model="policy", deadline_s=deadline_s) as run:
             (slot,) = self.env.slots(task)
             episode = await self.env.run_slot(slot, context, on_trace=run.watch)
             if keep:

@@ -129,6 +129,8 @@ class ScriptedEngine:
         body = await request.json()
         reply = self._ask(str(body["messages"][-1]["content"]))
         await asyncio.sleep(reply.delay_s)
+        if reply.status != 200:
+            return web.json_response({"error": {"message": reply.text}}, status=reply.status)
         message = {"role": "assistant", "content": reply.text}
         return web.json_response(
             {

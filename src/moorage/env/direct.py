@@ -33,8 +33,6 @@ __all__ = ["DirectHarness"]
 
 CONNECT_TOOLS_S = 60.0
 """How long a task's tool servers may take to list their tools."""
-RETRIES = 2
-"""Further tries of a call that failed for the moment, as HTTP clients of this API do."""
 
 
 class DirectHarnessConfig(HarnessConfig):
@@ -131,14 +129,14 @@ async def _converse(caller: Caller, messages: list[dict[str, Any]], tools: Tools
 async def _complete(
     caller: Caller, messages: list[dict[str, Any]], schemas: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    for attempt in range(RETRIES + 1):
+    for attempt in range(caller.retries):
         try:
             return await caller.complete(messages, schemas)
         except Refusal as refusal:
-            if attempt == RETRIES or not refusal.retryable:
+            if not refusal.retryable:
                 raise
             await asyncio.sleep(0.5 * 2**attempt)
-    raise AssertionError("unreachable")
+    return await caller.complete(messages, schemas)
 
 
 async def _run_tool(caller: Caller, call: dict[str, Any], tools: Tools, gated: bool) -> dict[str, Any]:

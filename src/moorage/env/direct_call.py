@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import aiohttp
 import orjson
 from verifiers.v1 import graph
+from verifiers.v1.clients import TrainClientConfig
 from verifiers.v1.dialects import ChatDialect
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.errors import ProviderError, RolloutError, TaskError
@@ -28,6 +29,8 @@ from verifiers.v1.session import RolloutSession
 from verifiers.v1.types import Request, Response
 
 DIALECT = ChatDialect()
+RETRIES = 2
+"""Further tries of a call that failed for the moment, as the HTTP clients of this API do."""
 
 
 class Refusal(Exception):
@@ -55,6 +58,11 @@ class Caller(Protocol):
 
     async def complete(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> dict[str, Any]:
         """The assistant message (chat-completions form) that answers `messages`. Raises Refusal."""
+        ...
+
+    @property
+    def retries(self) -> int:
+        """Further tries that a call which failed for the moment deserves."""
         ...
 
     async def gate(self, call_id: str, name: str, arguments: Any) -> dict[str, Any]:
@@ -95,6 +103,11 @@ class LocalCaller:
     session: RolloutSession
     model: str
 
+    @property
+    def retries(self) -> int:
+        """None for the policy: its client has tried again until the deadline already."""
+        return 0 if isinstance(self.session.ctx.client, TrainClientConfig) else RETRIES
+
     async def complete(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> dict[str, Any]:
         body: dict[str, Any] = {"model": self.model, "messages": messages}
         if tools:
@@ -115,6 +128,7 @@ class HttpCaller:
     secret: str
     model: str
     gate_url: str | None
+    retries: int = RETRIES
 
     async def complete(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> dict[str, Any]:
         body: dict[str, Any] = {"model": self.model, "messages": messages}

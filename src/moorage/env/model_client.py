@@ -38,6 +38,8 @@ from moorage.engine.render import RendererPool
 from moorage.env.direct_call import local_interception
 from moorage.env.turns import SideTable, Turn
 
+NOT_AGAIN = 424
+"""Status of an engine failure that has none and that a repeated call would only meet again (a deadline)."""
 FINISH_REASONS = {"stop": "stop", "length": "length", "repetition": "stop"}
 
 
@@ -160,7 +162,8 @@ class MooredClient(Client):
         except PromptTooLongError as error:  # in the words by which harnesses know a full window
             raise ProviderError(f"the input exceeds the context window: {error}", status_code=400) from error
         except EngineError as error:
-            raise ProviderError(str(error), status_code=error.status or 502) from error
+            status = error.status or (503 if error.retryable else NOT_AGAIN)
+            raise ProviderError(str(error), status_code=status) from error
 
     def _respond(
         self, prompt: Prompt, completion: Completion, model: str, tools: list[dict] | None, trace_id: str

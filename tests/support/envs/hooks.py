@@ -1,7 +1,7 @@
 """Tasks with hooks at the model boundary: what they stop, rewrite and refuse shows in the trace.
 
-`action`: `plain`; `stop_second` (a stop before the second turn); `rewrite` (the answer is replaced); `hush` (the
-user's words are replaced); `broken` (a hook raises); `limit` (see the agent's `max_turns`).
+`action`: `plain`; `stop_second` (a stop before the second turn); `rewrite` (the answer is replaced); `hush`
+(the user's words are replaced); `broken` (a hook raises); `limit` (see the agent's `max_turns`).
 """
 
 from __future__ import annotations

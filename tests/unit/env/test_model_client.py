@@ -134,6 +134,32 @@ def test_a_refusing_engine_fails_the_episode_with_its_reason(tmp_path: Path, cha
     on_stage(tmp_path, chatty_model, REVERSE, lambda _: Reply("no such adapter", status=404), act)
 
 
+def test_a_call_that_misses_its_deadline_fails_the_episode_once(tmp_path: Path, chatty_model: Path) -> None:
+    async def act(stage: Stage) -> None:
+        episode = await stage.play(deadline_s=0.5)
+        assert not episode.ok
+        assert "did not complete request" in episode.traces[0].errors[-1].message
+        assert len(episode.traces[0].calls) == len(stage.engine.seen) == 1
+        assert len(stage.engine.aborted) == 1
+
+    on_stage(tmp_path, chatty_model, REVERSE, lambda _: Reply("late", delay_s=30.0), act)
+
+
+def test_a_frozen_agents_host_that_is_busy_for_a_moment_is_asked_again(
+    tmp_path: Path, chatty_model: Path
+) -> None:
+    replies = iter([Reply("busy", status=503), Reply("frozen")])
+
+    async def act(stage: Stage) -> None:
+        stage.env.config.agent.client.base_url = f"{stage.engine.url}/v1"  # type: ignore[attr-defined]
+        episode = await stage.play()
+        assert episode.ok, episode
+        assert [call.error is None for call in episode.traces[0].calls] == [False, True]
+
+    client = {"type": "eval", "base_url": "http://127.0.0.1:1/v1", "api_key_var": "NO_KEY"}
+    on_stage(tmp_path, chatty_model, {**REVERSE, "agent": {"client": client}}, lambda _: next(replies), act)
+
+
 def test_a_prompt_that_never_fitted_fails_the_episode(tmp_path: Path, chatty_model: Path) -> None:
     async def act(stage: Stage) -> None:
         episode = await stage.play()
