@@ -158,7 +158,7 @@ def measure_fetch(options: argparse.Namespace) -> dict[str, object]:
 def run_ray(options: argparse.Namespace) -> dict[str, list[float]]:
     nbytes = nbytes_of(encode(make_head_and_routing(options.tokens)))
     command = [options.ray_python, str(Path(__file__).with_name("payload_ray.py"))]
-    command += [str(nbytes), str(options.blobs), str(options.rounds)]
+    command += [str(nbytes), str(options.blobs), str(options.rounds), str(options.connections)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:

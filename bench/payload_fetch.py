@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import multiprocessing
 import os
+import shutil
 import socket
 import threading
 import time
@@ -67,12 +68,15 @@ class FetchBench:
             PayloadSlice(self.service.url, STORE, i, tokens, tokens, fields, routing, self.nbytes)
             for i in self.ids
         ]
-        self.servers = [start_server(serve_raw, self.paths), start_server(serve_stdlib, self.paths)]
+        self.servers = [
+            start_server(serve, self.paths) for serve in (serve_raw, serve_stdlib_memory, serve_stdlib_files)
+        ]
         self._local = threading.local()
         self.ways: dict[str, Callable[[], None]] = {
             "raw sendfile copy": self.fetch_raw,
             "moorage over HTTP": self.fetch_remote,
-            "standard-library HTTP, from memory": self.fetch_stdlib,
+            "standard-library HTTP, from the files": lambda: self.fetch_stdlib(2),
+            "standard-library HTTP, from its memory": lambda: self.fetch_stdlib(1),
             "moorage on one host, mapped and copied": self.fetch_mapped,
         }
 
@@ -110,14 +114,15 @@ class FetchBench:
         while got < self.nbytes:
             got += peer.recv_into(view[got:], 0, socket.MSG_WAITALL)
 
-    def fetch_stdlib(self) -> None:
-        list(self.threads.map(self._read_stdlib, range(len(self.ids))))
+    def fetch_stdlib(self, server: int) -> None:
+        list(self.threads.map(self._read_stdlib, range(len(self.ids)), [server] * len(self.ids)))
 
-    def _read_stdlib(self, number: int) -> None:
-        if not hasattr(self._local, "http"):
-            self._local.http = http.client.HTTPConnection("127.0.0.1", self.servers[1][1])
-        self._local.http.request("GET", f"/{number}")
-        answer = self._local.http.getresponse()
+    def _read_stdlib(self, number: int, server: int) -> None:
+        peers = self._local.__dict__.setdefault("http", {})
+        if server not in peers:
+            peers[server] = http.client.HTTPConnection("127.0.0.1", self.servers[server][1])
+        peers[server].request("GET", f"/{number}")
+        answer = peers[server].getresponse()
         view, got = self.targets[number].data, 0
         while got < self.nbytes:
             got += answer.readinto(view[got:])
@@ -169,19 +174,31 @@ def serve_raw(paths: list[Path], port_to) -> None:
         threading.Thread(target=talk, args=(listener.accept()[0],), daemon=True).start()
 
 
-def serve_stdlib(paths: list[Path], port_to) -> None:
-    """http.server's threads, sending blobs that it holds in memory."""
+def serve_stdlib_memory(paths: list[Path], port_to) -> None:
+    """http.server's threads, sending blobs that it holds in memory: what no store with a budget can do."""
     blobs = [path.read_bytes() for path in paths]
+    serve_stdlib(lambda number, out: out.write(blobs[number]), len(blobs[0]), port_to)
 
+
+def serve_stdlib_files(paths: list[Path], port_to) -> None:
+    """http.server's threads, sending the spool's files as its own file handler does."""
+
+    def send(number: int, out) -> None:
+        with paths[number].open("rb") as file:
+            shutil.copyfileobj(file, out)
+
+    serve_stdlib(send, paths[0].stat().st_size, port_to)
+
+
+def serve_stdlib(send: Callable, nbytes: int, port_to) -> None:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
-            blob = blobs[int(self.path[1:])]
             self.send_response(200)
-            self.send_header("Content-Length", str(len(blob)))
+            self.send_header("Content-Length", str(nbytes))
             self.end_headers()
-            self.wfile.write(blob)
+            send(int(self.path[1:]), self.wfile)
 
         def log_message(self, *_: object) -> None:
             pass

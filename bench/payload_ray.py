@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import ray
@@ -16,7 +17,8 @@ from ray.cluster_utils import Cluster
 
 
 def main() -> int:
-    nbytes, blobs, rounds = (int(arg) for arg in sys.argv[1:4])
+    nbytes, blobs, rounds, threads = (int(arg) for arg in sys.argv[1:5])
+    pool = ThreadPoolExecutor(threads)
     store = max(512 << 20, 4 * nbytes * blobs)
     cluster = Cluster()
     cluster.add_node(num_cpus=1, resources={"near": 1}, object_store_memory=store, include_dashboard=False)
@@ -35,8 +37,7 @@ def main() -> int:
 
     def copy_out(refs) -> float:
         begun = time.perf_counter()
-        for target, array in zip(targets, ray.get(refs), strict=True):
-            np.copyto(target, array)
+        list(pool.map(np.copyto, targets, ray.get(refs)))
         return len(buffer) / (time.perf_counter() - begun) / 1e9
 
     far, near = [], []
