@@ -11,6 +11,7 @@ import asyncio
 import os
 import signal
 import sys
+from pathlib import Path
 
 from moorage.config.run import InferenceProcessConfig
 from moorage.core import net
@@ -45,6 +46,8 @@ def main(config: InferenceProcessConfig) -> int:
 
 async def serve(config: InferenceProcessConfig) -> int:
     """Load, bind, serve until a signal or the engine's death."""
+    inference = config.inference
+    check_start(config)  # before the costly imports
     from aiohttp import web
 
     from moorage.engine.builtin.routes import make_app
@@ -54,11 +57,6 @@ async def serve(config: InferenceProcessConfig) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    inference = config.inference
-    if inference.port and not net.is_port_free(inference.host, inference.port):
-        raise ConfigError(
-            f"inference.port {inference.port} on {inference.host} is in use; choose another, or 0"
-        )
     service = make_service(config)
     app = make_app(service)
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
@@ -77,6 +75,17 @@ async def serve(config: InferenceProcessConfig) -> int:
         return 1 if service.engine.failed.done() else 0
     finally:
         await runner.cleanup()
+
+
+def check_start(config: InferenceProcessConfig) -> None:
+    """What can be refused without loading anything. Raises ConfigError."""
+    host, port = config.inference.host, config.inference.port
+    if port and not net.is_port_free(host, port):
+        raise ConfigError(f"inference.port {port} on {host} is in use; choose another, or 0")
+    if not (Path(config.model.path) / "config.json").is_file():
+        raise ConfigError(
+            f"model.path {config.model.path!r} holds no config.json; give a folder in Hugging Face layout"
+        )
 
 
 async def _bind(runner, host: str, port: int) -> None:

@@ -44,6 +44,7 @@ class EngineThread:
         self._frozen = False
         self._stopping = False
         self._drained: Callable[[], None] | None = None
+        self._calls: set[asyncio.Future[Any]] = set()
         self._listeners: dict[str, Listener] = {}
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -116,7 +117,7 @@ class EngineThread:
     async def pause(self, mode: str, *, clear_cache: bool) -> None:
         """Pause; returns once nothing is being computed."""
         self.paused = mode
-        done = self._loop.create_future()
+        done = self._open_call()
 
         def freeze() -> None:
             self._drained = None
@@ -127,13 +128,20 @@ class EngineThread:
             self._tell(done, None)
 
         def run() -> None:
+            earlier, self._drained = self._drained, None
+
+            def settle() -> None:
+                if earlier is not None:  # a pause that was draining still
+                    earlier()
+                freeze()
+
             if mode == "abort":
                 self._deliver(self.scheduler.abort(self.scheduler.all_ids()))
             if mode == "wait" and self.scheduler.running:
                 self.scheduler.admitting = False
-                self._drained = freeze
+                self._drained = settle
             else:
-                freeze()
+                settle()
 
         self._post(run)
         await done
@@ -152,7 +160,7 @@ class EngineThread:
 
     async def call(self, function: Callable[[], ResultT]) -> ResultT:
         """Run `function` in the engine thread between two steps; its result or EngineError."""
-        done: asyncio.Future[ResultT] = self._loop.create_future()
+        done = self._open_call()
 
         def run() -> None:
             try:
@@ -162,10 +170,17 @@ class EngineThread:
             else:
                 self._tell(done, result)
 
-        if self.failed.done():
-            raise EngineError(f"the engine is dead: {self.failed.result()}", status=500)
         self._post(run)
         return await done
+
+    def _open_call(self) -> asyncio.Future[Any]:
+        """A future that the engine thread settles, or its death does."""
+        if self.failed.done():
+            raise EngineError(f"the engine is dead: {self.failed.result()!r}", status=500)
+        done = self._loop.create_future()
+        self._calls.add(done)
+        done.add_done_callback(self._calls.discard)
+        return done
 
     # the thread
 
@@ -220,3 +235,6 @@ class EngineThread:
         for queue in self._listeners.values():
             queue.put_nowait((error, 0))
         self._listeners.clear()
+        for call in list(self._calls):
+            if not call.done():
+                call.set_exception(error)
