@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,22 @@ def test_missing_routing_rows_stop_the_first_batch_and_name_the_setting(
     assert "inference.routed_experts = true" in log
     assert STORE not in log
     assert "Traceback" not in log
+
+
+def test_told_to_stop_it_ends_in_order_and_frees_what_it_read_ahead(
+    tmp_path: Path, dense_model: Path
+) -> None:
+    with SyntheticRun(tmp_path) as run:
+        run.write_step(1)
+        trainer = run.start_trainer(run.config(dense_model, 3))
+        deadline = time.monotonic() + START_S
+        while not run.metrics() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert (run.run.alive / "trainer.json").exists()
+        trainer.terminate()
+        assert trainer.wait(30) == 143, run.log_text()
+        assert _ledger(run).outstanding == 0
+        assert "Traceback" not in run.log_text()
 
 
 @pytest.mark.slow

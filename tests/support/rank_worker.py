@@ -67,6 +67,8 @@ def run_layout(spec: dict[str, Any], layout: dict[str, Any], out: Path) -> None:
             "device": "cpu",
             "router_replay": bool(spec.get("routing")),
             "activation_checkpointing": layout.get("activation_checkpointing", False),
+            "compile": layout.get("compile", False),
+            "param_dtype": layout.get("param_dtype"),
             "optimizer": {"lr": 1e-3},
         }
     )

@@ -105,6 +105,7 @@ class Session:
         self._timed(metrics, "time/publish", lambda: self._publish(step))
         self._timed(metrics, "time/checkpoint", lambda: self._checkpoint(step, last))
         measure_batch(metrics, work, rows, self.world.device)
+        metrics.add_sum("payload/undelivered_deletes", len(self.client.pending_releases))
         self._report(step, metrics, time.perf_counter() - started)
 
     def _make_rows(self, work: StepInput) -> list[Row]:

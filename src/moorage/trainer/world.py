@@ -86,7 +86,12 @@ def make_world(config: TrainerConfig) -> World:
         )
     torch.set_num_threads(config.num_threads)
     device = _choose_device(config.device, int(os.environ.get("LOCAL_RANK", "0")))
-    sharded = size > 1 if config.fsdp is None else config.fsdp
+    mixed = config.param_dtype is not None or config.reduce_dtype is not None
+    if mixed and config.fsdp is False:
+        raise ConfigError(
+            "trainer.param_dtype and reduce_dtype act through FSDP; remove trainer.fsdp = false"
+        )
+    sharded = (size > 1 or mixed) if config.fsdp is None else config.fsdp
     if size == 1 and not sharded:
         return World(rank, size, device)
     return _join(config, rank, size, device, sharded)
