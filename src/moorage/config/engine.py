@@ -21,10 +21,10 @@ class InferenceConfig(Config):
     host: str = "127.0.0.1"
     """Bind host. vLLM's control routes cannot be protected: anything but loopback prints a warning."""
 
-    port: int = Field(0, ge=0, le=65535)
+    port: int = Field(default=0, ge=0, le=65535)
     """Port of the first replica; replica i takes port + i. 0: free ports are chosen."""
 
-    replicas: int = Field(1, ge=1)
+    replicas: int = Field(default=1, ge=1)
     """How many engines serve the same policy."""
 
     device: str = "auto"
@@ -33,10 +33,10 @@ class InferenceConfig(Config):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of the engine's weights. auto: the trainer's dtype."""
 
-    max_model_len: int | None = Field(None, ge=8)
+    max_model_len: int | None = Field(default=None, ge=8)
     """Longest sequence (prompt and completion). None: the run's seq_len."""
 
-    max_num_seqs: int = Field(128, ge=1)
+    max_num_seqs: int = Field(default=128, ge=1)
     """Requests decoded together; more wait."""
 
     enable_prefix_caching: bool = True
@@ -52,10 +52,10 @@ class InferenceConfig(Config):
     sampling_mask: bool | None = None
     """Return the kept set of truncated sampling. None: on when sampling is truncated."""
 
-    head_k: int | None = Field(None, ge=1, le=1024)
+    head_k: int | None = Field(default=None, ge=1, le=1024)
     """Return the top-k head of every sampled token. None: what the loss asks for."""
 
-    num_threads: int = Field(1, ge=1)
+    num_threads: int = Field(default=1, ge=1)
     """Built-in engine on CPU: threads. One is fastest for small models beside other processes."""
 
     seed: int | None = None
@@ -64,19 +64,19 @@ class InferenceConfig(Config):
     python: str | None = None
     """vLLM: the Python of the environment it is installed in. None: `vllm` on the PATH."""
 
-    tensor_parallel_size: int = Field(1, ge=1)
+    tensor_parallel_size: int = Field(default=1, ge=1)
     """vLLM: devices per replica."""
 
-    data_parallel_size: int = Field(1, ge=1)
+    data_parallel_size: int = Field(default=1, ge=1)
     """vLLM: data-parallel ranks behind one replica."""
 
     extra_args: list[str] = Field(default_factory=list)
     """vLLM: further command-line arguments, appended as they are."""
 
-    ready_timeout_s: float = Field(600.0, gt=0)
+    ready_timeout_s: float = Field(default=600.0, gt=0)
     """How long an engine may take to answer `/health`."""
 
-    request_timeout_s: float = Field(600.0, gt=0)
+    request_timeout_s: float = Field(default=600.0, gt=0)
     """Longest time for one model call when the rollout's deadline allows more."""
 
     @model_validator(mode="after")

@@ -16,19 +16,19 @@ from moorage.config.base import Config
 class SamplingConfig(Config):
     """How the policy is sampled. Unset fields fall back to the enclosing block's."""
 
-    temperature: float = Field(1.0, ge=0, le=2)
+    temperature: float = Field(default=1.0, ge=0, le=2)
     """Divides the logits; the trainer divides by the same number."""
 
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus truncation. Below 1 the kept set is recorded and needs top_k > 0."""
 
-    top_k: int = Field(0, ge=0)
+    top_k: int = Field(default=0, ge=0)
     """Keep the k likeliest tokens; 0 keeps all."""
 
-    min_p: float = Field(0.0, ge=0, lt=1)
+    min_p: float = Field(default=0.0, ge=0, lt=1)
     """Drop tokens below this share of the likeliest token's probability."""
 
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(default=None, ge=1)
     """Longest completion of one model call. None: as much as fits."""
 
     seed: int | None = None
@@ -60,16 +60,16 @@ class SourceConfig(Config):
     host: str = "127.0.0.1"
     """Bind host of the env server and its payload service."""
 
-    num_workers: int = Field(1, ge=1)
+    num_workers: int = Field(default=1, ge=1)
     """Worker processes of the env server."""
 
-    max_concurrent: int = Field(256, ge=1)
+    max_concurrent: int = Field(default=256, ge=1)
     """Episodes that one worker runs at a time; more wait in the broker."""
 
-    deadline_s: float = Field(600.0, gt=0)
+    deadline_s: float = Field(default=600.0, gt=0)
     """An episode that takes longer is ended, from outside its process if need be."""
 
-    group_size: int | None = Field(None, ge=1)
+    group_size: int | None = Field(default=None, ge=1)
     """Episodes per task. None: the enclosing block's."""
 
     sampling: SamplingConfig | None = None
@@ -94,7 +94,7 @@ class SourceConfig(Config):
 class TrainSourceConfig(SourceConfig):
     """An environment to train on."""
 
-    ratio: float = Field(1.0, gt=0)
+    ratio: float = Field(default=1.0, gt=0)
     """Share of tasks drawn from this source, relative to the others'."""
 
     algorithm: dict[str, Any] | None = None
@@ -104,10 +104,10 @@ class TrainSourceConfig(SourceConfig):
 class EvalSourceConfig(SourceConfig):
     """An environment to measure on."""
 
-    num_tasks: int | None = Field(None, ge=1)
+    num_tasks: int | None = Field(default=None, ge=1)
     """Measure the first so many tasks. None: all (an infinite taskset needs a number)."""
 
-    interval: int | None = Field(None, ge=1)
+    interval: int | None = Field(default=None, ge=1)
     """Measure every so many steps. None: the enclosing block's."""
 
 
@@ -132,28 +132,28 @@ class EnvServerConfig(Config):
     run_id: str = ""
     """Run that starts this server; empty when it stands alone and serves whoever says hello first."""
 
-    attempt: int = Field(1, ge=1)
+    attempt: int = Field(default=1, ge=1)
     """Attempt of that run."""
 
-    rpc_port: int = Field(0, ge=0, le=65535)
+    rpc_port: int = Field(default=0, ge=0, le=65535)
     """Port of the RPC socket; 0 chooses a free one and publishes it."""
 
-    payload_port: int = Field(0, ge=0, le=65535)
+    payload_port: int = Field(default=0, ge=0, le=65535)
     """Port of the payload service; 0 chooses a free one."""
 
     spool_dir: str | None = None
     """Where blobs are kept. None: tmpfs when it has room, else the temporary folder."""
 
-    spool_budget_mib: int = Field(4096, ge=1)
+    spool_budget_mib: int = Field(default=4096, ge=1)
     """Bytes the spool may hold; a keep waits when it is full, then the episode fails."""
 
     retain: str = "fetched"
     """As `payload.retain`."""
 
-    request_timeout_s: float = Field(600.0, gt=0)
+    request_timeout_s: float = Field(default=600.0, gt=0)
     """As `inference.request_timeout_s`."""
 
-    head_k: int = Field(0, ge=0)
+    head_k: int = Field(default=0, ge=0)
     """Ask the engine for this many top log-probabilities per sampled token; 0 for none."""
 
     detectors: dict[str, Any] = Field(default_factory=dict)

@@ -20,7 +20,7 @@ class EvaluationConfig(Config):
     """Folder of all measurements."""
 
     model: ModelConfig
-    """What is measured: a checkpoint folder in Hugging Face layout, served by an engine that is started for it.
+    """What is measured: a folder in Hugging Face layout, served by an engine that is started for it.
     With `endpoint` only its tokenizer is read, and `name` is the name under which the endpoint serves."""
 
     endpoint: str | None = None
@@ -32,22 +32,22 @@ class EvaluationConfig(Config):
     sources: list[EvalSourceConfig] = Field(default_factory=list)
     """The environments (`[[sources]]`)."""
 
-    group_size: int = Field(1, ge=1)
+    group_size: int = Field(default=1, ge=1)
     """Episodes per task (k of avg@k)."""
 
     sampling: SamplingConfig = SamplingConfig()
     """How the model is sampled."""
 
-    seq_len: int = Field(2048, ge=8)
+    seq_len: int = Field(default=2048, ge=8)
     """Longest sequence that the started engine serves."""
 
-    max_inflight: int = Field(256, ge=1)
+    max_inflight: int = Field(default=256, ge=1)
     """Episodes running at a time."""
 
-    retries: int = Field(1, ge=0)
+    retries: int = Field(default=1, ge=0)
     """How often an episode lost to an infrastructure failure is run again."""
 
-    version: int = Field(0, ge=0)
+    version: int = Field(default=0, ge=0)
     """Number of the checkpoint that is measured, for labels."""
 
     seed: int = 0

@@ -16,10 +16,10 @@ class EvalConfig(Config):
     sources: list[EvalSourceConfig] = Field(default_factory=list)
     """The environments to measure on (`[[orchestrator.eval.sources]]`)."""
 
-    interval: int = Field(100, ge=1)
+    interval: int = Field(default=100, ge=1)
     """Measure every so many steps."""
 
-    group_size: int = Field(1, ge=1)
+    group_size: int = Field(default=1, ge=1)
     """Episodes per task (k of avg@k)."""
 
     sampling: SamplingConfig = SamplingConfig()
@@ -57,41 +57,41 @@ class OrchestratorConfig(Config):
     sampling: SamplingConfig = SamplingConfig()
     """How the policy is sampled for training."""
 
-    batch_size: int | None = Field(None, ge=1)
+    batch_size: int | None = Field(default=None, ge=1)
     """Traces per step. Give this or token_batch_size; neither gives 128."""
 
-    token_batch_size: int | None = Field(None, ge=1)
+    token_batch_size: int | None = Field(default=None, ge=1)
     """Tokens per step, instead of batch_size."""
 
-    group_size: int = Field(8, ge=1)
+    group_size: int = Field(default=8, ge=1)
     """Episodes per task; they are compared with each other."""
 
     algorithm: dict[str, Any] = Field(default_factory=lambda: {"type": "grpo"})
     """How episodes become credit: `{type = "grpo"}`, or a class by import path with its options."""
 
-    max_inflight: int = Field(256, ge=1)
+    max_inflight: int = Field(default=256, ge=1)
     """Episodes running at a time, train and eval together."""
 
-    max_off_policy_steps: int = Field(8, ge=0)
+    max_off_policy_steps: int = Field(default=8, ge=0)
     """Samples whose oldest token is more versions behind what is being trained are dropped."""
 
-    max_ahead: int = Field(1, ge=0)
+    max_ahead: int = Field(default=1, ge=0)
     """Steps that the orchestrator may be ahead of the newest policy version. 0 is synchronous."""
 
-    tasks_per_minute: float | None = Field(None, gt=0)
+    tasks_per_minute: float | None = Field(default=None, gt=0)
     """Limit on episode starts. None: none."""
 
-    max_burst: int | None = Field(None, ge=1)
+    max_burst: int | None = Field(default=None, ge=1)
     """Episode starts within 5 s that no ending made room for (at the beginning, or after a pause). Spares
     sandboxes and judges a stampede. None: no limit."""
 
-    retries: int = Field(1, ge=0)
+    retries: int = Field(default=1, ge=0)
     """How often an episode lost to an infrastructure failure is dispatched again."""
 
-    group_deadline_s: float = Field(1800.0, gt=0)
+    group_deadline_s: float = Field(default=1800.0, gt=0)
     """A group that is not complete after this time is scored with what has arrived."""
 
-    max_waiting: int | None = Field(None, ge=1)
+    max_waiting: int | None = Field(default=None, ge=1)
     """Scored traces that may wait for a batch before dispatch pauses. None: four batches."""
 
     drop: DropConfig = DropConfig()

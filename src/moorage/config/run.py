@@ -29,20 +29,20 @@ class PayloadConfig(Config):
     spool_dir: str | None = None
     """Where blobs are kept. None: tmpfs when it has room, else the temporary folder."""
 
-    spool_budget_mib: int = Field(4096, ge=1)
+    spool_budget_mib: int = Field(default=4096, ge=1)
     """Bytes that one env server's spool may hold; a keep waits when it is full, then the episode fails."""
 
 
 class CheckpointConfig(Config):
     """Saving the run's state."""
 
-    interval: int | None = Field(None, ge=1)
+    interval: int | None = Field(default=None, ge=1)
     """Save every so many steps, and at the end. None: never."""
 
-    keep_last: int | None = Field(None, ge=1)
+    keep_last: int | None = Field(default=None, ge=1)
     """Keep the newest so many whole checkpoints."""
 
-    keep_interval: int | None = Field(None, ge=1)
+    keep_interval: int | None = Field(default=None, ge=1)
     """Also keep every checkpoint whose step is a multiple of this."""
 
 
@@ -58,10 +58,10 @@ class WandbConfig(Config):
     mode: Literal["online", "offline", "disabled"] = "online"
     """`offline` writes to disk only."""
 
-    sample_interval: int = Field(10, ge=1)
+    sample_interval: int = Field(default=10, ge=1)
     """Steps between sample tables."""
 
-    num_samples: int = Field(8, ge=0)
+    num_samples: int = Field(default=8, ge=0)
     """Rows of a sample table."""
 
 
@@ -87,7 +87,7 @@ class RunConfig(Config):
     max_steps: int = Field(..., ge=1)
     """Optimizer steps of the whole run."""
 
-    seq_len: int = Field(2048, ge=8)
+    seq_len: int = Field(default=2048, ge=8)
     """Longest training sequence; longer samples are cut."""
 
     model: ModelConfig
@@ -130,16 +130,16 @@ class ProcessFacts(Config):
     run_id: str
     """Identity of the run, the same over all its attempts."""
 
-    attempt: int = Field(1, ge=1)
+    attempt: int = Field(default=1, ge=1)
     """Counts starts and resumes, from 1."""
 
-    start_step: int = Field(1, ge=1)
+    start_step: int = Field(default=1, ge=1)
     """First step of this attempt: 1, or one after the checkpoint that it resumes from."""
 
     max_steps: int = Field(..., ge=1)
     """Last step of the run."""
 
-    seq_len: int = Field(2048, ge=8)
+    seq_len: int = Field(default=2048, ge=8)
     """Longest training sequence."""
 
     seed: int = 0
@@ -175,13 +175,13 @@ class OrchestratorProcessConfig(Config):
     engine_urls: list[str]
     """Every replica."""
 
-    num_data_ranks: int = Field(1, ge=1)
+    num_data_ranks: int = Field(default=1, ge=1)
     """Ranks that each get a batch file."""
 
     keep_cache: bool = False
     """As `inference.keep_cache`."""
 
-    env_replicas: int = Field(1, ge=1)
+    env_replicas: int = Field(default=1, ge=1)
     """Replicas of each launcher-managed env server."""
 
     require_routing: bool = False
@@ -210,7 +210,8 @@ class DerivedConfigs(Config):
 
 def sources_by_split(run: OrchestratorConfig) -> list[tuple[str, SourceConfig]]:
     """(split, source) of every environment, train first."""
-    return [("train", s) for s in run.train] + [("eval", s) for s in run.eval.sources]
+    train: list[tuple[str, SourceConfig]] = [("train", source) for source in run.train]
+    return [*train, *(("eval", source) for source in run.eval.sources)]
 
 
 def derive(

@@ -36,16 +36,16 @@ class SftConfig(Config):
     """The taskset whose conversations are learned: `{ id = "moorage.tasksets.reverse_text" }` and options.
     Its  class defines `conversations(seed)`."""
 
-    max_steps: int = Field(300, ge=1)
+    max_steps: int = Field(default=300, ge=1)
     """Optimizer steps."""
 
-    batch_size: int = Field(64, ge=1)
+    batch_size: int = Field(default=64, ge=1)
     """Conversations per step, over all ranks."""
 
-    seq_len: int = Field(512, ge=8)
+    seq_len: int = Field(default=512, ge=8)
     """Longest sequence; longer ones are cut."""
 
-    row_tokens: int = Field(8192, ge=8)
+    row_tokens: int = Field(default=8192, ge=8)
     """Tokens of one forward pass: conversations are packed into rows of at most this length."""
 
     seed: int = 0
@@ -57,10 +57,10 @@ class SftConfig(Config):
     device: str = "auto"
     """`cpu`, `cuda`, or auto."""
 
-    num_ranks: int = Field(1, ge=1)
+    num_ranks: int = Field(default=1, ge=1)
     """Processes; start several with torchrun."""
 
-    num_threads: int = Field(1, ge=1)
+    num_threads: int = Field(default=1, ge=1)
     """CPU threads per rank."""
 
     activation_checkpointing: bool = False
@@ -72,7 +72,7 @@ class SftConfig(Config):
     schedule: ScheduleConfig = ScheduleConfig(type="linear", warmup_steps=20, final_ratio=0.1)
     """Learning rate over steps."""
 
-    log_interval: int = Field(20, ge=1)
+    log_interval: int = Field(default=20, ge=1)
     """Steps between lines of progress."""
 
     @model_validator(mode="after")

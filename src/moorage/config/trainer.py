@@ -12,19 +12,19 @@ from moorage.config.base import Config
 class OptimizerConfig(Config):
     """AdamW."""
 
-    lr: float = Field(1e-6, ge=0)
+    lr: float = Field(default=1e-6, ge=0)
     """Learning rate after warm-up. 0 trains nothing and is a useful control."""
 
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay of the first and second moment."""
 
-    eps: float = Field(1e-8, gt=0)
+    eps: float = Field(default=1e-8, gt=0)
     """Added to the denominator."""
 
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay."""
 
-    max_grad_norm: float = Field(1.0, gt=0)
+    max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are scaled down to this global norm."""
 
 
@@ -34,20 +34,20 @@ class ScheduleConfig(Config):
     type: Literal["constant", "linear", "cosine"] = "constant"
     """Shape after warm-up."""
 
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)
     """Steps of linear warm-up."""
 
-    final_ratio: float = Field(0.0, ge=0, le=1)
+    final_ratio: float = Field(default=0.0, ge=0, le=1)
     """Learning rate at the last step, as a share of `lr` (linear and cosine)."""
 
 
 class TrainerConfig(Config):
     """One or many ranks of the same training step."""
 
-    num_ranks: int = Field(1, ge=1)
+    num_ranks: int = Field(default=1, ge=1)
     """Processes (one per device) started by the launcher through torchrun."""
 
-    replicate: int = Field(1, ge=1)
+    replicate: int = Field(default=1, ge=1)
     """Copies of the sharded model (hybrid sharding); divides num_ranks."""
 
     fsdp: bool | None = None
@@ -84,16 +84,16 @@ class TrainerConfig(Config):
     loss: dict[str, Any] = Field(default_factory=lambda: {"type": "ipo"})
     """Policy loss by name with its options, or a class by import path."""
 
-    num_threads: int = Field(1, ge=1)
+    num_threads: int = Field(default=1, ge=1)
     """CPU threads per rank."""
 
-    fetch_timeout_s: float = Field(120.0, gt=0)
+    fetch_timeout_s: float = Field(default=120.0, gt=0)
     """Deadline for fetching one step's payloads."""
 
-    fetch_connections: int = Field(8, ge=1)
+    fetch_connections: int = Field(default=8, ge=1)
     """Parallel payload fetches per rank."""
 
-    prefetch_budget_mib: int = Field(1024, ge=0)
+    prefetch_budget_mib: int = Field(default=1024, ge=0)
     """Bytes that may be fetched ahead while a step trains; 0 fetches nothing ahead."""
 
     seed: int | None = None
