@@ -30,8 +30,8 @@ import numpy as np
 from moorage.core.errors import PayloadError
 from moorage.payload.buffers import BufferPool
 from moorage.payload.codec import BranchArrays, FieldLayout, check, cut, decode, header_nbytes, read_layout
+from moorage.payload.directory import StoreDirectory
 from moorage.payload.ranges import first_layout, is_worth_cutting, second_layout
-from moorage.payload.stores import StoreDirectory
 from moorage.payload.wire import Connection, ConnectionPool, ServiceAnswer
 from moorage.records.payload import HOLDERS, Ledger, PayloadRef, PayloadSlice
 

@@ -1,12 +1,7 @@
-"""The spool: one env server's blobs as files, and the account of them.
-
-    <root>/<attempt key>/journal
-    <root>/<attempt key>/owner.json                       pid and node of the env server
-    <root>/<attempt key>/<request id>/<blob id>.safetensors
+"""The spool: one env server's blobs as files (`folders.py`), and the account of them (`account.py`).
 
 Every process of the env server (broker, workers) has its own `Spool` on the same folder. Promises:
 
-- a blob is written under a temporary name and renamed, once; a reader sees the whole blob or none;
 - `keep` holds the byte budget over all processes: it waits for room, then fails with the reason;
 - whoever dies at whatever instant, `discard(request)` removes what the request had and counts what was kept;
 - a keep that loses the race against a discard of its request leaves nothing and raises `PayloadError`;
@@ -19,34 +14,39 @@ Order inside a free: journal first, then unlink; `sweep` finishes what a kill le
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import re
 import secrets
-import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from moorage.core.errors import ConfigError, PayloadError
-from moorage.core.net import node_name
-from moorage.core.parent import process_birth
-from moorage.core.rundir import read_json, write_json_atomic
+from moorage.core.errors import PayloadError
 from moorage.payload.account import Account, Entry, Outcome
 from moorage.payload.codec import Buffer, nbytes_of
+from moorage.payload.folders import (
+    SUFFIX,
+    TMPFS,
+    attempt_keys,
+    check_name,
+    choose_spool_root,
+    has_room,
+    make_folder,
+    owner_lives,
+    remove_attempt,
+    remove_folder,
+    write_blob,
+    write_owner,
+)
 from moorage.payload.journal import JOURNAL_NAME, Journal, JournalFull
 from moorage.records.payload import Ledger
 
-SUFFIX = ".safetensors"
-OWNER_NAME = "owner.json"
+__all__ = ["SUFFIX", "TMPFS", "Spool", "attempt_keys", "choose_spool_root", "has_room", "remove_attempt"]
+
 ADOPTED = "adopted"
-TMPFS = Path("/dev/shm")
-_SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 _ID = re.compile(r"[0-9a-f]{32}")
 _POLL_S = 0.02
-_WRITEV_MAX = 512
 
 
 class Spool:
@@ -67,18 +67,17 @@ class Spool:
         `remember`: how many freed ids to keep in mind, 0 in processes that only keep and discard.
         """
         self.root = Path(root)
-        self.folder = self.root / _safe(attempt_key, "attempt key")
+        self.folder = self.root / check_name(attempt_key, "attempt key")
         self.budget_bytes = budget_bytes
         if create:
-            _make_folder(self.folder)
+            make_folder(self.folder)
         self._journal = Journal(self.folder / JOURNAL_NAME, create=create, writable=writable)
         self._account = Account(remember)
         self._lock = threading.RLock()
 
     def own(self) -> None:
         """Write down that this process is the env server whose spool this is."""
-        owner = {"pid": os.getpid(), "birth": process_birth(os.getpid()), "node": node_name()}
-        write_json_atomic(self.folder / OWNER_NAME, owner)
+        write_owner(self.folder)
 
     def keep(self, request_id: str, buffers: Sequence[Buffer], timeout_s: float = 60.0) -> str:
         """Write one blob under `request_id` and return its id (32 hex digits). Blocks: call it in a thread.
@@ -87,11 +86,11 @@ class Spool:
         request was discarded meanwhile. After an error nothing of the blob is left.
         """
         blob_id = secrets.token_hex(16)
-        folder = self.folder / _safe(request_id, "request id")
+        folder = self.folder / check_name(request_id, "request id")
         self._reserve(blob_id, request_id, nbytes_of(buffers), time.monotonic() + timeout_s)
         path = folder / f"{blob_id}{SUFFIX}"
         try:
-            _write_blob(path, buffers)
+            write_blob(path, buffers)
             self._append("K", blob_id)
         except BaseException as error:
             with contextlib.suppress(OSError, PayloadError):
@@ -136,7 +135,7 @@ class Spool:
 
     def discard(self, request_id: str, holder: str = "env_server") -> int:
         """Free all that was and will be kept under `request_id`; the number of blobs freed by this call."""
-        _safe(request_id, "request id")
+        check_name(request_id, "request id")
         event = ("D", f"{time.time():.3f}", holder, request_id)
         try:
             outcome = self._record(*event)
@@ -189,7 +188,7 @@ class Spool:
         for path in self.root.glob(f"*/*/*{SUFFIX}"):
             blob_id = path.name[: -len(SUFFIX)]
             if blob_id in wanted and path.parent.parent != self.folder:
-                _make_folder(target)
+                make_folder(target)
                 with self._lock:
                     nbytes = path.stat().st_size
                     self._record("R", f"{time.time():.3f}", blob_id, ADOPTED, str(nbytes))
@@ -203,7 +202,7 @@ class Spool:
         return [
             key
             for key in attempt_keys(self.root)
-            if key != self.folder.name and not _owner_lives(self.root / key)
+            if key != self.folder.name and not owner_lives(self.root / key)
         ]
 
     def remove_attempt(self, attempt_key: str) -> None:
@@ -288,126 +287,3 @@ class Spool:
     def close(self) -> None:
         with self._lock:
             self._journal.close()
-
-
-def attempt_keys(root: Path) -> list[str]:
-    """Attempts that have a journal under `root`, by name."""
-    try:
-        names = os.listdir(root)
-    except OSError:
-        return []
-    return sorted(name for name in names if os.path.exists(os.path.join(root, name, JOURNAL_NAME)))
-
-
-def remove_attempt(root: Path, attempt_key: str) -> None:
-    """End an attempt's journal and remove its folder with all that is in it."""
-    folder = root / _safe(attempt_key, "attempt key")
-    with contextlib.suppress(PayloadError):
-        journal = Journal(folder / JOURNAL_NAME)
-        journal.append("E", f"{time.time():.3f}")
-        journal.close()
-    remove_folder(folder)
-
-
-def remove_folder(folder: Path) -> None:
-    """Remove a folder into which somebody may still be writing; gone at the return."""
-    for _ in range(100):
-        shutil.rmtree(folder, ignore_errors=True)
-        if not folder.exists():
-            return
-        time.sleep(0.001)
-    raise PayloadError(f"spool folder {folder} cannot be removed; is it read-only?")
-
-
-def choose_spool_root(
-    store: str,
-    *,
-    run_id: str,
-    budget_bytes: int,
-    spool_dir: str | Path | None = None,
-    run_dir: str | Path | None = None,
-    retain: str = "fetched",
-) -> Path:
-    """Where the spool of `store` (`<split>/<name>.<node>`) lies; nothing is created.
-
-    `retain="checkpoint"`: in the run folder. Else `spool_dir` when given, else tmpfs when it has room for the
-    whole budget, else the temporary folder.
-    """
-    if retain == "checkpoint":
-        if run_dir is None:
-            raise ConfigError('payload.retain = "checkpoint" needs a run folder; set output_dir')
-        return Path(run_dir) / "spool" / store
-    if spool_dir is not None:
-        base = Path(spool_dir)
-    elif has_room(TMPFS, budget_bytes):
-        base = TMPFS
-    else:
-        base = Path(tempfile.gettempdir())
-    return base / f"moorage-{os.getuid()}" / (_slug(run_id) or "run") / store
-
-
-def has_room(folder: Path, nbytes: int) -> bool:
-    """Whether a file system is there, can be written, and has `nbytes` to spare."""
-    try:
-        stat = os.statvfs(folder)
-    except OSError:
-        return False
-    return os.access(folder, os.W_OK) and stat.f_bavail * stat.f_frsize >= nbytes
-
-
-def _write_blob(path: Path, buffers: Sequence[Buffer]) -> None:
-    temporary = path.with_suffix(".tmp")
-    fd = _open_new(temporary)
-    try:
-        rest = [memoryview(buffer).cast("B") for buffer in buffers]
-        while rest:
-            written = os.writev(fd, rest[:_WRITEV_MAX])
-            if written == 0:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            while rest and written >= len(rest[0]):
-                written -= len(rest.pop(0))
-            if written:
-                rest[0] = rest[0][written:]
-        os.rename(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
-    finally:
-        os.close(fd)
-
-
-def _open_new(path: Path) -> int:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    for _ in range(3):  # the request's folder goes with its last blob: make it again
-        with contextlib.suppress(FileExistsError):
-            path.parent.mkdir(mode=0o700)
-        with contextlib.suppress(FileNotFoundError):
-            return os.open(path, flags, 0o600)
-    return os.open(path, flags, 0o600)
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except OSError as error:
-        raise PayloadError(f"spool folder {folder} cannot be made: {error.strerror}") from error
-
-
-def _owner_lives(folder: Path) -> bool:
-    owner = read_json(folder / OWNER_NAME)
-    if owner is None:
-        return False
-    if owner["node"] != node_name():
-        return True  # a shared file system: not ours to judge
-    return process_birth(owner["pid"]) == owner["birth"]
-
-
-def _safe(name: str, what: str) -> str:
-    if not _SAFE_NAME.fullmatch(name):
-        raise PayloadError(f"{what} {name!r} cannot name a folder: use letters, digits, `_`, `.` and `-`")
-    return name
-
-
-def _slug(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9_-]+", "-", text).strip("-.")[:64]
