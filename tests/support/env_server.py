@@ -115,7 +115,7 @@ def server_config(
 
 @contextlib.contextmanager
 def env_server(
-    folder: Path, model_path: Path | str, *, timeout_s: float = 90.0, **fields: Any
+    folder: Path, model_path: Path | str, *, timeout_s: float = 240.0, **fields: Any
 ) -> Iterator[Server]:
     """A server of the do-nothing environment, ended (by force if need be) on the way out."""
     folder.mkdir(parents=True, exist_ok=True)

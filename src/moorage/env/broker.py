@@ -42,6 +42,7 @@ from moorage.env.answers import Answers
 from moorage.env.delivery import State
 from moorage.env.environment import Environment, load_environment
 from moorage.env.leases import Holder, Leases, holder_of
+from moorage.env.nursery import Nursery
 from moorage.env.port import Port
 from moorage.env.runs import Runs
 from moorage.env.store import Store
@@ -68,7 +69,14 @@ class Counts:
 class Broker:
     """One env server."""
 
-    def __init__(self, config: EnvServerConfig, token: str, environment: Environment) -> None:
+    def __init__(
+        self,
+        config: EnvServerConfig,
+        token: str,
+        environment: Environment,
+        nursery: Nursery | None = None,
+    ) -> None:
+        self._nursery = nursery or Nursery()
         self.config = config
         self.token = token
         self.environment = environment
@@ -122,6 +130,7 @@ class Broker:
                 on_final=self._on_final,
                 spared=lambda: self.store.service_pid,
             ),
+            self._nursery,
         )
         self._runs = Runs(self._answers, self.store, self._workers)
         await self._workers.start()
@@ -406,9 +415,9 @@ def _on_bug(broker: Broker, loop: asyncio.AbstractEventLoop, context: dict[str, 
         broker.fail(f"a bug in the broker: {context['exception']!r}")
 
 
-async def serve(config: EnvServerConfig, token: str, environment: Environment) -> int:
+async def serve(config: EnvServerConfig, token: str, environment: Environment, nursery: Nursery) -> int:
     """Run one env server until it is told to stop. Returns the exit code."""
-    broker = Broker(config, token, environment)
+    broker = Broker(config, token, environment, nursery)
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda loop, context: _on_bug(broker, loop, context))
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -450,6 +459,8 @@ def main(config: EnvServerConfig) -> int:
         os.environ["MOORAGE_TOKEN"] = token
         print(f"MOORAGE_TOKEN={token}  (give it to whoever uses this env server)", flush=True)
     raise_file_limit(config.source.max_concurrent)
+    nursery = Nursery()
+    nursery.start()  # it loads the environment library while this process does
     environment = load_environment(config)
     logging.getLogger("verifiers").setLevel("WARNING")
-    return asyncio.run(serve(config, token, environment))
+    return asyncio.run(serve(config, token, environment, nursery))

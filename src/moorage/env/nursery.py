@@ -35,10 +35,12 @@ log = get_logger(__name__)
 class Nursery:
     """The broker's side. Starts the process on first use, and again when it is gone."""
 
-    def __init__(self, on_born: Callable[[int, int], None], on_exit: Callable[[int, int], None]) -> None:
-        """`on_born(serial, pid)`, `on_exit(pid, code)`: called from the loop."""
-        self._on_born = on_born
-        self._on_exit = on_exit
+    def __init__(self) -> None:
+        self.on_born: Callable[[int, int], None] = lambda *_: None
+        """Called from the loop with the serial of a fork and the process that it became."""
+        self.on_exit: Callable[[int, int], None] = lambda *_: None
+        """Called from the loop with a worker that has ended and its exit code."""
+        self._reading = False
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._serial = 0
@@ -50,9 +52,11 @@ class Nursery:
 
     def fork(self, worker_end: socket.socket) -> int:
         """Ask for a worker on `worker_end` (which is ours no more); the serial under which it is born."""
-        if self._socket is None:
-            self._start()
+        self.start()
         assert self._socket is not None
+        if not self._reading:
+            self._reading = True
+            asyncio.get_running_loop().add_reader(self._socket.fileno(), self._read)
         self._serial += 1
         try:
             socket.send_fds(self._socket, [b"fork"], [worker_end.fileno()])
@@ -63,7 +67,10 @@ class Nursery:
             worker_end.close()
         return self._serial
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Begin loading the library, if that has not begun. Needs no loop, so it can be done early."""
+        if self._socket is not None:
+            return
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ}
@@ -77,7 +84,6 @@ class Nursery:
         theirs.close()
         self._socket = ours
         self._base = self._serial
-        asyncio.get_running_loop().add_reader(ours.fileno(), self._read)
 
     def _read(self) -> None:
         assert self._socket is not None
@@ -93,13 +99,15 @@ class Nursery:
                 return
             said = json.loads(message)
             if "exit" in said:
-                self._on_exit(said["exit"], said["code"])
+                self.on_exit(said["exit"], said["code"])
             else:
-                self._on_born(self._base + said["serial"], said["pid"])
+                self.on_born(self._base + said["serial"], said["pid"])
 
     def _lose(self) -> None:
         if self._socket is not None:
-            asyncio.get_running_loop().remove_reader(self._socket.fileno())
+            if self._reading:
+                asyncio.get_running_loop().remove_reader(self._socket.fileno())
+                self._reading = False
             self._socket.close()
             self._socket = None
         if self._process is not None:

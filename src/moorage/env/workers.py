@@ -81,7 +81,9 @@ class Callbacks:
 class Workers:
     """All workers of one broker."""
 
-    def __init__(self, count: int, capacity: int, assignment: Assignment, callbacks: Callbacks) -> None:
+    def __init__(
+        self, count: int, capacity: int, assignment: Assignment, callbacks: Callbacks, nursery: Nursery
+    ) -> None:
         self.count = count
         self.capacity = capacity
         self.assignment = assignment
@@ -94,7 +96,8 @@ class Workers:
         self._someone_ready = asyncio.Event()
         self._all_gone = asyncio.Event()
         self._owner = TaskOwner("workers")
-        self._nursery = Nursery(self._on_born, self._on_exit)
+        self._nursery = nursery
+        nursery.on_born, nursery.on_exit = self._on_born, self._on_exit
 
     @property
     def num_ready(self) -> int:
