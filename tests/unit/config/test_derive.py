@@ -1,0 +1,80 @@
+"""One run file becomes every process's config; nothing is written twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from moorage.config.base import make_config
+from moorage.config.run import DerivedConfigs, ProcessFacts, RunConfig, derive
+from moorage.core.errors import ConfigError
+
+SOURCE = {"env": {"taskset": {"id": "moorage.tasksets.reverse_text"}}}
+
+
+def make_run(**changes: Any) -> RunConfig:
+    data = {"max_steps": 3, "model": {"path": "m"}, "orchestrator": {"train": [SOURCE]}, **changes}
+    return make_config(RunConfig, data)
+
+
+def derived(*, is_moe: bool = False, **changes: Any) -> DerivedConfigs:
+    run = make_run(**changes)
+    facts = ProcessFacts(run_dir="d", run_id="r", max_steps=3, seq_len=run.seq_len, seed=run.seed)
+    ports = [7000 + index for index in range(run.inference.replicas)]
+    return derive(run, facts, engine_ports=ports, is_moe=is_moe)
+
+
+def test_what_is_left_out_follows_from_the_rest() -> None:
+    config = derived(seq_len=100, seed=5)
+    (engine,) = config.inference
+    assert (engine.inference.max_model_len, engine.inference.seed, engine.inference.dtype) == (
+        100,
+        5,
+        "float32",
+    )
+    assert config.trainer.trainer.seed == 5
+    assert config.orchestrator.engine_urls == ["http://127.0.0.1:7000"]
+
+
+def test_routing_is_replayed_for_mixtures_of_experts_only() -> None:
+    dense, moe = derived(), derived(is_moe=True)
+    assert (dense.trainer.trainer.router_replay, moe.trainer.trainer.router_replay) == (False, True)
+    assert (dense.inference[0].inference.routed_experts, moe.inference[0].inference.routed_experts) == (
+        False,
+        True,
+    )
+    assert (dense.orchestrator.require_routing, moe.orchestrator.require_routing) == (False, True)
+
+
+def test_truncated_sampling_records_its_kept_sets() -> None:
+    orchestrator = {"train": [SOURCE], "sampling": {"top_p": 0.9, "top_k": 20}}
+    assert derived(orchestrator=orchestrator).inference[0].inference.sampling_mask is True
+    assert derived().inference[0].inference.sampling_mask is False
+
+
+def test_engines_that_somebody_else_runs_are_not_started() -> None:
+    config = derived(inference={"urls": ["http://elsewhere:1"]})
+    assert config.inference == []
+    assert config.orchestrator.engine_urls == ["http://elsewhere:1"]
+
+
+def test_a_source_with_an_address_gets_no_server() -> None:
+    config = derived(orchestrator={"train": [{**SOURCE, "address": "tcp://h:1"}]})
+    assert config.env_servers == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"orchestrator": {"train": []}}, "is empty; add"),
+        ({"orchestrator": {"train": [SOURCE, SOURCE]}}, "share a name"),
+        ({"orchestrator": {"train": [SOURCE], "batch_size": 1, "token_batch_size": 1}}, "not both"),
+        ({"orchestrator": {"train": [SOURCE], "max_inflight": 2}}, "below the group size"),
+        ({"trainer": {"num_ranks": 3, "replicate": 2}}, "does not divide"),
+        ({"orchestrator": {"train": [{"env": {}}]}}, "taskset.id"),
+    ],
+)
+def test_settings_that_exclude_each_other_are_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make_run(**changes)
