@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -84,3 +86,10 @@ def test_a_finished_run_is_not_started_over(job: Job, dense_model: Path) -> None
     code, _, err = again.finish(60.0)
     assert code == 2
     assert "holds a run already" in err
+
+
+def test_the_ledger_of_an_ended_run_is_settled(job: Job) -> None:
+    command = [sys.executable, "-m", "moorage.cli.main", "ledger", str(job.run.root)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert str(job.summary()["payload"]["kept"]) in done.stdout

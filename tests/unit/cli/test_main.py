@@ -131,3 +131,10 @@ def test_env_server_check_loads_the_environment_or_says_why_not(tmp_path: Path, 
     assert "loads" in done.stdout
     bad = moorage(tmp_path, "env-server", "@", str(config), "--check", "--source.env.taskset.no_key", "3")
     assert_one_line(bad, "no_key")
+
+
+def test_ledger_reads_a_run_or_says_what_it_needs(tmp_path: Path) -> None:
+    assert_one_line(moorage(tmp_path, "ledger"), "needs one run folder")
+    assert_one_line(moorage(tmp_path, "ledger", "none"), "none", "not a run folder")
+    assert_one_line(moorage(tmp_path, "ledger", ".", "--limit", "x"), "--limit needs a number")
+    assert "usage" in moorage(tmp_path, "ledger", "--help").stdout
