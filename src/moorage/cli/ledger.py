@@ -6,13 +6,13 @@ from moorage.core.errors import ConfigError
 
 USAGE = """usage: moorage ledger RUN_FOLDER [--limit N]
 
-  Asks a live run's payload services (their secret comes from MOORAGE_TOKEN), or replays the journals of an ended
-  one. --limit: how many outstanding payloads to name per store (default 20).
+  Asks a live run's payload services (their secret comes from MOORAGE_TOKEN), or reads what an ended run has left.
+  --limit: how many outstanding payloads to name per store (default 20).
 """
 
 
 def run(_command: str, args: list[str]) -> int:
-    """Print the accounts of one run. Exit code 0 when every store's account is known and settled."""
+    """Print the accounts of one run. Exit code 0 when every account is known and nothing was freed twice."""
     if "--help" in args or "-h" in args:
         print(USAGE)
         return 0
