@@ -37,7 +37,8 @@ from tests.unit.orchestrator.scripted import (
 from moorage.config.env import SamplingConfig
 from moorage.orchestrator.admission import Admission
 from moorage.orchestrator.algorithms.grpo import Grpo
-from moorage.orchestrator.dispatcher import Dispatcher, Environment, Limits
+from moorage.orchestrator.dispatcher import Dispatcher
+from moorage.orchestrator.environments import Environment, Limits
 from moorage.orchestrator.episodes import render_episode
 from moorage.orchestrator.events import Arrived
 from moorage.orchestrator.holdings import Holdings
@@ -210,9 +211,7 @@ def main() -> None:
     arguments = parser.parse_args()
     per_episode = asyncio.run(straggle(arguments.episodes, arguments.scale, whole_groups=False))
     per_group = asyncio.run(straggle(arguments.episodes, arguments.scale, whole_groups=True))
-    print(
-        f"permits in use, lognormal sigma {SIGMA}, cap {CAP}, group size {GROUP_SIZE}, {arguments.episodes} episodes"
-    )
+    print(f"permits in use: sigma {SIGMA}, cap {CAP}, groups of {GROUP_SIZE}, {arguments.episodes} episodes")
     print(f"  an episode per permit   {per_episode:6.1%}")
     print(f"  whole groups            {per_group:6.1%}")
     costs, rates = zip(*(asyncio.run(rate(arguments.episodes)) for _ in range(3)), strict=True)

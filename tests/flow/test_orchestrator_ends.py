@@ -19,7 +19,7 @@ from tests.unit.orchestrator.scripted import ScriptedEnv, ScriptedStore, Scripte
 
 
 def run_once(root, first: int, last: int, step_s: float, max_ahead: int = 1):
-    """One attempt from `first` to `last`; returns the seconds from the trainer's end to the orchestrator's."""
+    """One attempt; returns the seconds from the trainer's end to the orchestrator's."""
 
     async def scenario():
         store = ScriptedStore()

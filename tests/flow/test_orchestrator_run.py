@@ -12,7 +12,7 @@ from moorage.config.run import OrchestratorProcessConfig
 from moorage.core.rundir import RunDir
 from moorage.monitor.fanout import Fanout
 from moorage.monitor.files import FileMonitor, read_metrics
-from moorage.orchestrator.dispatcher import Environment
+from moorage.orchestrator.environments import Environment
 from moorage.orchestrator.holdings import Holdings
 from moorage.orchestrator.run import Orchestrator, Parts
 from moorage.orchestrator.sources import resolve_eval, resolve_train

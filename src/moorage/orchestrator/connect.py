@@ -14,7 +14,7 @@ from moorage.core.log import get_logger
 from moorage.core.rundir import PeerWatch, RunDir, read_json
 from moorage.env.client import EnvClient, Hello
 from moorage.env.replicas import Replicas
-from moorage.orchestrator.dispatcher import Environment
+from moorage.orchestrator.environments import Environment
 from moorage.orchestrator.sources import Source
 
 log = get_logger(__name__)

@@ -21,8 +21,8 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 from verifiers.v1 import WireEpisode
 
@@ -32,75 +32,28 @@ from moorage.core.log import get_logger
 from moorage.core.metrics import Counters
 from moorage.env.client import RolloutCall
 from moorage.orchestrator.admission import Admission
+from moorage.orchestrator.environments import Cursors, Environment, Limits
 from moorage.orchestrator.events import (
     INFRA_KINDS,
     Arrived,
     Cancelled,
     Event,
+    check_complete,
+    check_task,
     failed_episode,
     is_infra_episode,
-    mark_failed,
     read_payloads,
 )
 from moorage.orchestrator.groups import Cancellation, Group, Groups, Reason, Split, Work
 from moorage.orchestrator.holdings import Holdings
 from moorage.orchestrator.outcomes import Outcomes
 from moorage.orchestrator.policy import Engines, Policy
-from moorage.orchestrator.sources import EvalPass, EvalSlots, Source, TrainPicker, sampling_request
+from moorage.orchestrator.sources import EvalPass, EvalSlots, TrainPicker, sampling_request
 
 log = get_logger(__name__)
 
 TICK_S = 0.5
 MAX_SAMPLE_FAILURES = 10
-
-
-class EnvClients(Protocol):
-    """The calls of `env.client.EnvClient` (or `env.replicas.Replicas`) that the dispatcher makes."""
-
-    async def sample(self, stream: str, limit: int | None = None) -> Any: ...
-
-    async def close_stream(self, stream: str) -> Any: ...
-
-    async def run_rollout(self, call: RolloutCall) -> WireEpisode: ...
-
-    async def run_group(self, call: RolloutCall, n: int) -> Sequence[WireEpisode]: ...
-
-    async def ping(self) -> Any: ...
-
-    def take_abandoned(self) -> list[WireEpisode]: ...
-
-    async def bye(self) -> Any: ...
-
-    async def close(self) -> Any: ...
-
-
-@dataclass(frozen=True)
-class Environment:
-    """A source and the servers that run it."""
-
-    source: Source
-    client: EnvClients
-    scores_groups: bool = False
-
-
-@dataclass
-class Cursors:
-    """Where each train stream stands: behind the furthest task that was ever sampled."""
-
-    streams: dict[str, tuple[int, int]] = field(default_factory=dict)
-
-    def advance(self, stream: str, epoch: int, position: int) -> None:
-        self.streams[stream] = max(self.streams.get(stream, (0, 0)), (epoch, position))
-
-
-@dataclass
-class Limits:
-    """How the dispatcher is bounded."""
-
-    retries: int
-    group_deadline_s: float
-    max_events: int
-    sample_retry_s: float = 1.0
 
 
 class Dispatcher:
@@ -354,8 +307,8 @@ class Dispatcher:
     def _on_run_ended(self, group: Group, work: Work, episodes: list[WireEpisode], duration_s: float) -> None:
         arrived = []
         for episode in episodes:
-            _check_task(group, episode)
-            _check_complete(episode)
+            check_task(group, episode)
+            check_complete(episode)
             event = Arrived(group, episode, read_payloads(episode), duration_s, is_infra_episode(episode))
             self._holdings.hold(event.payloads, "dispatcher")
             arrived.append(event)
@@ -492,27 +445,3 @@ class _ToOpen:
 
 async def _cancel_all(tasks: Sequence[asyncio.Task[None]]) -> None:
     await asyncio.gather(*(cancel_and_wait(task) for task in tasks))
-
-
-def _check_task(group: Group, episode: WireEpisode) -> None:
-    """The server must answer for the task it was given; anything else would be trained under a wrong name."""
-    for name in ("key", "hash"):
-        asked, answered = group.task.get(name), getattr(episode.task, name)
-        if asked is not None and answered is not None and asked != answered:
-            raise EnvServerError(
-                "bad_request",
-                f"source `{group.source}`: sent task {name} {asked!r}, the episode answers for {answered!r}",
-            )
-
-
-def _check_complete(episode: WireEpisode) -> None:
-    """An ok episode has traces, and each has at least one turn."""
-    if not episode.ok:
-        return
-    if not episode.traces:
-        mark_failed(episode, "EmptyEpisode", "the environment ran no agent")
-        return
-    for trace in episode.traces:
-        if trace.ok and not any(node.sampled for node in trace.nodes):
-            trace.ok = False
-            mark_failed(episode, "EmptyTrajectory", f"agent {trace.agent.name} took no turn")

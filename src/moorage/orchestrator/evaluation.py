@@ -39,7 +39,8 @@ from moorage.launcher import children
 from moorage.launcher.plan import ProcessRecord
 from moorage.orchestrator.admission import Admission
 from moorage.orchestrator.connect import Identity, check_eval_size, connect_source
-from moorage.orchestrator.dispatcher import Dispatcher, Environment, Limits
+from moorage.orchestrator.dispatcher import Dispatcher
+from moorage.orchestrator.environments import Environment, Limits
 from moorage.orchestrator.episodes import EpisodeLog
 from moorage.orchestrator.eval_sink import EvalSink
 from moorage.orchestrator.events import Event, episodes_of, read_payloads

@@ -13,6 +13,7 @@ from verifiers.v1 import WireEpisode
 from verifiers.v1.episode import EnvInfo
 from verifiers.v1.trace import Error
 
+from moorage.core.errors import EnvServerError
 from moorage.env.keep import read_payload
 from moorage.orchestrator.groups import Cancellation, Group
 from moorage.records.payload import TracePayload
@@ -109,3 +110,27 @@ def _is_infra_error(error: Error) -> bool:
     """A provider's refusal (too long a prompt) is the policy's doing; its outage is not."""
     transient = error.status_code is None or error.status_code >= 500 or error.status_code in (408, 429)
     return error.type in _INFRA_TYPES or (error.type == "ProviderError" and transient)
+
+
+def check_task(group: Group, episode: WireEpisode) -> None:
+    """The server must answer for the task it was given; anything else would be trained under a wrong name."""
+    for name in ("key", "hash"):
+        asked, answered = group.task.get(name), getattr(episode.task, name)
+        if asked is not None and answered is not None and asked != answered:
+            raise EnvServerError(
+                "bad_request",
+                f"source `{group.source}`: sent task {name} {asked!r}, the episode answers for {answered!r}",
+            )
+
+
+def check_complete(episode: WireEpisode) -> None:
+    """An ok episode has traces, and each has at least one turn."""
+    if not episode.ok:
+        return
+    if not episode.traces:
+        mark_failed(episode, "EmptyEpisode", "the environment ran no agent")
+        return
+    for trace in episode.traces:
+        if trace.ok and not any(node.sampled for node in trace.nodes):
+            trace.ok = False
+            mark_failed(episode, "EmptyTrajectory", f"agent {trace.agent.name} took no turn")

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -26,28 +26,29 @@ from moorage.env.provenance import stamp
 from moorage.monitor.fanout import Fanout
 from moorage.orchestrator.admission import Admission
 from moorage.orchestrator.algorithms.registry import resolve_algorithm
-from moorage.orchestrator.dispatcher import Dispatcher, Environment, Limits
-from moorage.orchestrator.episodes import EpisodeLog, effective_copy
-from moorage.orchestrator.eval_sink import EvalSink
+from moorage.orchestrator.dispatcher import Dispatcher
+from moorage.orchestrator.environments import Environment, Limits
+from moorage.orchestrator.episodes import EpisodeLog
 from moorage.orchestrator.events import Arrived, Event, episodes_of, read_payloads
 from moorage.orchestrator.holdings import Holdings
 from moorage.orchestrator.lag import LoopLag
+from moorage.orchestrator.measuring import Measuring
 from moorage.orchestrator.outcomes import Outcomes
 from moorage.orchestrator.payloads import span_of
 from moorage.orchestrator.policy import Engines, Policy, PolicyWatcher
 from moorage.orchestrator.progress import (
     STATE_VERSION,
-    OpenPass,
     OpenTask,
     Progress,
     State,
     Unfinished,
     encode_state,
 )
-from moorage.orchestrator.ship import Shipper, Written, clean_up, load_cost
-from moorage.orchestrator.sources import EvalPass, EvalSchedule, TrainPicker
+from moorage.orchestrator.reporter import Reporter, Watched
+from moorage.orchestrator.ship import Shipper, clean_up, load_cost
+from moorage.orchestrator.sources import EvalSchedule, TrainPicker
 from moorage.orchestrator.stall import StallReporter
-from moorage.orchestrator.step_metrics import Sizes, advance, step_metrics, window_sizes
+from moorage.orchestrator.step_metrics import advance, window_sizes
 from moorage.orchestrator.train_sink import Batch, SinkLimits, TrainSettings, TrainSink
 from moorage.records.payload import Ledger
 
@@ -85,10 +86,8 @@ class Orchestrator:
         self.outcomes = Outcomes(state.counts if state else None)
         self.unfinished = Unfinished()
         self.policy = Policy(config.model.name, parts.live_version)
-        self.ledger = Ledger()
         self.trainer_watch = PeerWatch(self.run_dir, "trainer")
         self.sink = self._make_sink(state)
-        self.eval_sink = EvalSink(parts.holdings, on_pass=self._on_pass)
         self.dispatcher = self._make_dispatcher(state)
         self.watcher = PolicyWatcher(
             self.run_dir,
@@ -99,7 +98,6 @@ class Orchestrator:
             before_pause=self._before_pause,
             on_live=self._on_live,
         )
-        self.schedule = self._make_schedule(state)
         self.shipper = Shipper(
             self.run_dir,
             config.facts,
@@ -114,7 +112,27 @@ class Orchestrator:
         self.consumer_waits_for = ""
         self._owner = TaskOwner("orchestrator")
         self._changed = asyncio.Event()
-        self._shipped_at = time.monotonic()
+        self.measuring = Measuring(
+            parts.evals,
+            parts.eval_sizes,
+            self._make_schedule(state),
+            parts.holdings,
+            parts.monitor,
+            self._owner,
+            on_end=self._on_measured,
+        )
+        watched = Watched(
+            parts.monitor,
+            self.episodes,
+            self.dispatcher,
+            self.watcher,
+            parts.holdings,
+            self.outcomes,
+            self.lag,
+        )
+        self.reporter = Reporter(
+            watched, list(parts.train), wandb=config.monitor.wandb, seed=config.facts.seed
+        )
         self._cleaning: asyncio.Task[None] | None = None
 
     # -- making
@@ -195,8 +213,9 @@ class Orchestrator:
         self._owner.start(self.parts.engines.watch(), "engines", forever=True)
         self._owner.start(self._consume(), "consume", forever=True)
         self._owner.start(self.dispatcher.run(), "dispatch", forever=True)
-        self._begin_evals(self.parts.live_version)
-        self._resume_passes()
+        self.measuring.begin(self.dispatcher, self.parts.live_version)
+        if self.parts.state is not None:
+            self.measuring.resume(self.dispatcher, self.policy.version, self.parts.state.open_passes)
         self._owner.start(self._watch_trainer(), "watch trainer")
         watching = self._owner.start(self.watcher.run(), "policy")
         work = self._owner.start(self._work(watching), "ship")
@@ -224,7 +243,7 @@ class Orchestrator:
         self.ship_waits_for = f"the trainer: policy version {self.config.facts.max_steps}"
         await watching
         self.ship_waits_for = "eval episodes"
-        while self.eval_sink.open_passes or not self.dispatcher.is_idle:
+        while self.measuring.open_passes or not self.dispatcher.is_idle:
             self._changed.clear()
             await self._wait_changed()
         self.ship_waits_for = ""
@@ -259,7 +278,7 @@ class Orchestrator:
         """The cut ends the window: what arrives from here on belongs to the next step."""
         sizes = window_sizes(batch.window)
         advance(self.progress, sizes)
-        self._log_effective(batch)
+        self.reporter.log_effective(batch)
         state = encode_state(self.make_state(batch.step))
         write = asyncio.ensure_future(asyncio.to_thread(self.shipper.write, batch, state))
         try:
@@ -269,7 +288,7 @@ class Orchestrator:
             self.sink.shipped(batch)
             raise
         self.sink.shipped(batch)
-        self._log_step(batch, sizes, written, held_s)
+        self.reporter.log_step(batch, sizes, self.progress, written, held_s)
         self.stall.moved()
         self.dispatcher.poke()
 
@@ -292,7 +311,7 @@ class Orchestrator:
             self._stamp(episode, event, step)
             self.episodes.add(step, group.split, "all", episode)
         if group.split == "eval":
-            self.eval_sink.add(event)
+            self.measuring.sink.add(event)
             return
         await self.sink.add(event)
 
@@ -325,7 +344,7 @@ class Orchestrator:
         await self.dispatcher.drop_stale(self.progress.step - 1 - self.settings.max_off_policy_steps)
 
     def _on_live(self, version: int) -> None:
-        self._begin_evals(version)
+        self.measuring.begin(self.dispatcher, version)
         self.dispatcher.poke()
         self._changed.set()
         if self._cleaning is None or self._cleaning.done():
@@ -333,50 +352,17 @@ class Orchestrator:
             work = asyncio.to_thread(clean_up, self.run_dir, version, retain_batches=retain)
             self._cleaning = self._owner.start(work, "clean up")
 
+    def _on_measured(self) -> None:
+        self.stall.moved()
+        self._changed.set()
+
     async def _watch_trainer(self) -> None:
         """End with the trainer, also while nothing waits for a file of its."""
         while self.policy.version < self.config.facts.max_steps:
             await asyncio.sleep(1.0)
             self.trainer_watch.check()
 
-    # -- evals
-
-    def _begin_evals(self, version: int) -> None:
-        due = [
-            EvalPass(source, version, self.parts.eval_sizes[source.name])
-            for source in self.schedule.due(version)
-        ]
-        self._begin_passes(due)
-
-    def _resume_passes(self) -> None:
-        """Measurements that the earlier attempt had not finished, at the version that is live now."""
-        if self.parts.state is None:
-            return
-        under_way = {(each.source.name, each.version) for each in self.eval_sink.open_passes}
-        names = {each.source for each in self.parts.state.open_passes if each.source in self.parts.evals}
-        version = self.policy.version
-        self._begin_passes(
-            [
-                EvalPass(self.parts.evals[name].source, version, self.parts.eval_sizes[name])
-                for name in sorted(names)
-                if (name, version) not in under_way
-            ]
-        )
-
-    def _begin_passes(self, passes: Sequence[EvalPass]) -> None:
-        for each in passes:
-            self.eval_sink.begin(each)
-        self.dispatcher.slots.add(passes)
-        if passes:
-            self.dispatcher.poke()
-
-    def _on_pass(self, pass_: EvalPass, metrics: dict[str, float]) -> None:
-        self.parts.monitor.log(metrics, pass_.version)
-        self.stall.moved()
-        client = self.parts.evals[pass_.source.name].client
-        self._owner.start(client.close_stream(pass_.stream), f"close {pass_.stream}")
-
-    # -- state and metrics
+    # -- state
 
     def make_state(self, step: int) -> State:
         """What a resume after `step` continues from."""
@@ -390,7 +376,7 @@ class Orchestrator:
             streams=dict(self.dispatcher.cursors.streams),
             open_tasks=tuple(OpenTask(*each) for each in self.dispatcher.requeued_tasks)
             + self.unfinished.tasks,
-            open_passes=tuple(OpenPass(p.source.name, p.version) for p in self.eval_sink.open_passes),
+            open_passes=self.measuring.open_passes,
             algorithms={name: each.algorithm.state() for name, each in self.sink.settings.items()},
         )
 
@@ -402,46 +388,6 @@ class Orchestrator:
             "consume": self.consumer_waits_for,
         }
 
-    def _log_step(self, batch: Batch, sizes: Sizes, written: Written, held_s: float) -> None:
-        now = time.monotonic()
-        values = step_metrics(batch, sizes, self.progress, list(self.parts.train))
-        values |= {
-            "time/step": now - self._shipped_at,
-            "time/pack": written.pack_s,
-            "time/save_ckpt": written.write_s,
-            "time/wait_for_policy": held_s,
-            "batch/bytes": written.size_bytes,
-            "batch/micro_batches": written.num_micro_batches,
-            "batch/dummies": written.num_dummies,
-        }
-        self._shipped_at = now
-        values |= self.watcher.metrics() | self.dispatcher.metrics() | self.lag.take() | self._totals()
-        self.parts.monitor.log(values, batch.step)
-
-    def _totals(self) -> dict[str, float]:
-        """Cumulative counts: of episodes, and of payloads as the env servers last told."""
-        ledger = self.ledger
-        return self.outcomes.metrics() | {
-            "payload/kept": ledger.kept,
-            "payload/bytes": ledger.kept_bytes,
-            "payload/outstanding": ledger.outstanding,
-            "payload/double_frees": ledger.double_frees,
-            "payload/unknown": ledger.unknown,
-            "payload/held": self.parts.holdings.num_outstanding,
-            **{f"payload/freed/{holder}": count for holder, count in ledger.freed.items()},
-        }
-
-    def _log_effective(self, batch: Batch) -> None:
-        advantages: dict[str, dict[str, float | None]] = {}
-        episodes = {}
-        for scored in batch.cohort:
-            episode = episodes.setdefault(scored.facts.id, scored.arrived.episode)
-            advantages.setdefault(episode.id, {})[scored.trace.id] = scored.advantage
-        for episode_id, episode in episodes.items():
-            self.episodes.add(
-                batch.step, "train", "effective", effective_copy(episode, advantages[episode_id])
-            )
-
     # -- env servers, and the end
 
     async def _ping(self) -> None:
@@ -450,7 +396,7 @@ class Orchestrator:
             await asyncio.sleep(PING_S)
             self._take_abandoned()
             with contextlib.suppress(EnvServerError):  # a dead server ends its own calls, which says more
-                self.ledger = await self._read_ledgers()
+                self.reporter.ledger = await self._read_ledgers()
 
     async def _read_ledgers(self) -> Ledger:
         total = Ledger()
@@ -478,9 +424,9 @@ class Orchestrator:
         await self.episodes.close()
         with contextlib.suppress(EnvServerError, TimeoutError):
             async with asyncio.timeout(5.0):
-                self.ledger = await self._read_ledgers()
+                self.reporter.ledger = await self._read_ledgers()
         step = min(self.progress.step, self.config.facts.max_steps)
-        self.parts.monitor.log(self._totals() | {"policy/version": self.policy.version}, step)
+        self.reporter.log_last(step)
 
     def _drain_events(self) -> None:
         """Episodes that no sink took: counted; their payloads are still held and go as `shutdown`."""

@@ -18,29 +18,27 @@ files, engines or the clock.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from moorage.config.orchestrator import DropConfig
 from moorage.core.errors import ConfigError
-from moorage.core.log import get_logger
 from moorage.orchestrator.algorithms.base import Algorithm, ScoredGroup
+from moorage.orchestrator.barren import Barren
 from moorage.orchestrator.credit import CreditTable, is_flat, read_advantage
 from moorage.orchestrator.events import Arrived, Cancelled, Event
-from moorage.orchestrator.facts import EpisodeFacts, read_episode, read_reward
+from moorage.orchestrator.facts import EpisodeFacts, read_episode
 from moorage.orchestrator.groups import Group
 from moorage.orchestrator.holdings import Holdings
 from moorage.orchestrator.metrics import TrainMarks
 from moorage.orchestrator.outcomes import DROP_REASONS, Outcomes
 from moorage.orchestrator.payloads import oldest_version, span_of
 from moorage.orchestrator.samples import make_samples, prune_zero
+from moorage.orchestrator.survivors import check_payloads, is_candidate, survives
 from moorage.records.payload import TracePayload
 from moorage.records.sample import TrainSample
 
-log = get_logger(__name__)
-
-MAX_BARREN = 10
 QUEUE_BATCHES = 4
 
 
@@ -73,6 +71,10 @@ class Pending:
     episodes: list[Arrived] = field(default_factory=list)
     missing: int = 0
     void: str | None = None
+
+    @property
+    def ok(self) -> list[Arrived]:
+        return [event for event in self.episodes if event.episode.ok]
 
     @property
     def is_complete(self) -> bool:
@@ -145,8 +147,9 @@ class TrainSink:
         self.settings = settings
         self.limits = limits
         self.window = Window()
-        self.num_barren = 0.0
-        self.num_empty = 0
+        self.barren = Barren(
+            batch_traces=limits.batch_traces, batch_tokens=limits.batch_tokens, seq_len=limits.seq_len
+        )
         self._holdings = holdings
         self._outcomes = outcomes
         self._on_settled = on_settled
@@ -172,8 +175,9 @@ class TrainSink:
         else:
             await self._add_episode(pending, event)
         if pending.is_complete:
+            await self._score(pending)  # may await; until it is done the group counts as pending
             del self._pending[event.group.id]
-            await self._finalise(pending)
+            self._finalise(pending)
 
     def _add_cancelled(self, event: Cancelled) -> None:
         """Cancelled episodes have no traces and belong to no agent."""
@@ -202,34 +206,39 @@ class TrainSink:
             return
         self._outcomes.arrive()
         self._facts[episode.id] = facts
-        _check_payloads(event)
+        check_payloads(event)
         algorithm = self.settings[event.group.source].algorithm
         if any(is_candidate(trace) for trace in episode.traces):
             await _maybe(algorithm.score_episode(episode, self._credit))
 
     # -- complete groups
 
-    async def _finalise(self, pending: Pending) -> None:
-        ok = [event for event in pending.episodes if event.episode.ok]
+    async def _score(self, pending: Pending) -> None:
+        """Have the algorithm score the survivors of a group that is not void."""
+        ok = pending.ok
+        alive = [trace.id for event in ok for trace in event.episode.traces if survives(trace)]
+        if pending.void or not alive:
+            return
+        group = ScoredGroup(
+            id=pending.group.id,
+            source=pending.group.source,
+            episodes=[event.episode for event in ok],
+            survivors=frozenset(alive),
+        )
+        self.window.num_lone += len(alive) == 1
+        await _maybe(self.settings[group.source].algorithm.score_group(group, self._credit))
+
+    def _finalise(self, pending: Pending) -> None:
         if pending.void:
-            for event in ok:
+            for event in pending.ok:
                 self._drop_episode(event, pending.void)
             self._settle_if_done(pending.group.id)
             return
-        survivors = [(event, trace) for event in ok for trace in event.episode.traces if survives(trace)]
-        if survivors:
-            group = ScoredGroup(
-                id=pending.group.id,
-                source=pending.group.source,
-                episodes=[event.episode for event in ok],
-                survivors=frozenset(trace.id for _, trace in survivors),
-            )
-            self.window.num_lone += len(survivors) == 1
-            await _maybe(self.settings[group.source].algorithm.score_group(group, self._credit))
         num_before = len(self._queue)
-        for event in ok:
+        for event in pending.ok:
             self._decide(event)
-        self._count_barren(pending, ok, len(self._queue) > num_before)
+        queued = len(self._queue) > num_before
+        self.barren.group(pending.group.source, pending.group.size, pending.episodes, queued=queued)
         self._settle_if_done(pending.group.id)
 
     def _decide(self, event: Arrived) -> None:
@@ -372,9 +381,9 @@ class TrainSink:
                 self._drop_trace(scored.arrived, scored.trace, "zero_advantage")
             self._end_and_settle(scored)
         if not samples:
-            self._count_empty()
+            self.barren.empty()
             return None
-        self.num_empty = 0
+        self.barren.shipped()
         window, self.window = self.window, Window()
         return Batch(step, samples, cohort, window)
 
@@ -464,77 +473,9 @@ class TrainSink:
         if group_id not in self._queued_of and group_id not in self._pending:
             self._on_settled(group_id)
 
-    # -- a run that produces nothing
-
-    def _count_barren(self, pending: Pending, ok: Sequence[Arrived], queued: bool) -> None:
-        """Warn per batch's worth of episodes that gave nothing to train, raise after ten in a row."""
-        if queued:
-            self.num_barren = 0.0
-            return
-        before = int(self.num_barren)
-        self.num_barren += self._batch_share(pending, ok)
-        if int(self.num_barren) == before:
-            return
-        log.warning(
-            "source `%s`: episodes worth %d batches in a row gave nothing to train (last errors: %s)",
-            pending.group.source,
-            int(self.num_barren),
-            _last_errors(pending),
-        )
-        if self.num_barren >= MAX_BARREN:
-            raise ConfigError(
-                f"episodes worth {MAX_BARREN} batches in a row gave nothing to train; last errors of source "
-                f"`{pending.group.source}`: {_last_errors(pending)}. Try it with "
-                "`moorage env-server --check`."
-            )
-
-    def _batch_share(self, pending: Pending, ok: Sequence[Arrived]) -> float:
-        if self.limits.batch_traces is not None:
-            return max(sum(len(e.episode.traces) for e in ok), pending.group.size) / self.limits.batch_traces
-        assert self.limits.batch_tokens is not None
-        tokens = sum(event.episode.num_total_tokens for event in ok)
-        return (tokens or self.limits.seq_len * pending.group.size) / self.limits.batch_tokens
-
-    def _count_empty(self) -> None:
-        self.num_empty += 1
-        log.warning("a whole batch had zero credit only (%d in a row)", self.num_empty)
-        if self.num_empty >= MAX_BARREN:
-            raise ConfigError(
-                f"{MAX_BARREN} batches in a row had zero credit only: all rewards within each group are "
-                "equal. Choose easier or harder tasks, a larger group_size, or drop.zero_advantage = false"
-            )
-
-
-def is_candidate(trace: Any) -> bool:
-    """A clean trace that the policy sampled and that trains it."""
-    return trace.ok and trace.agent.trainable and any(node.sampled for node in trace.nodes)
-
-
-def survives(trace: Any) -> bool:
-    """A candidate with a reward that is a number: what baselines are over."""
-    return is_candidate(trace) and read_reward(trace) is not None
-
-
-def _check_payloads(event: Arrived) -> None:
-    for trace_id, payload in event.payloads.items():
-        if payload is None:
-            raise ConfigError(
-                f"train source `{event.group.source}`: trace {trace_id} came without a payload record, "
-                "so its env server is not moorage's; start it with `moorage env-server` (R8)"
-            )
-
 
 def _seriousness(reason: str) -> int:
     return DROP_REASONS.index(reason)
-
-
-def _last_errors(pending: Pending) -> str:
-    errors = [
-        f"{error.type}: {error.message}"
-        for event in pending.episodes
-        for error in [*event.episode.errors[-1:], *(e for t in event.episode.traces for e in t.errors[-1:])]
-    ]
-    return "; ".join(dict.fromkeys(errors)) or "none: no trainable trace, or none with a reward"
 
 
 async def _maybe(result: Any) -> None:

@@ -164,7 +164,7 @@ def test_holdings_release_once_and_the_rest_at_the_end():
         sending.cancel()  # in the middle of a send
         await asyncio.gather(sending, return_exceptions=True)
         await holdings.close()
-        store.release([branch for branch in [*next(iter(payloads[0].values())).branches][1:]], "trainer")
+        store.release(next(iter(payloads[0].values())).branches[1:], "trainer")
         store.assert_clean()
         freed = store.ledger.freed
         assert (freed["train_sink"], freed["dispatcher"], freed["shutdown"], freed["trainer"]) == (1, 2, 2, 1)

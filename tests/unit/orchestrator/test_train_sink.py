@@ -349,11 +349,16 @@ def test_missing_routing_rows_stop_a_run_that_replays_them():
 def test_a_run_that_produces_nothing_raises_with_the_last_error():
     async def scenario():
         bench = Bench(group_size=4)
+
+        async def fail_group():
+            group = bench.group()
+            for _ in range(4):
+                await bench.fail(group)
+
+        for _ in range(9):
+            await fail_group()
         with pytest.raises(ConfigError, match="task_error: no"):
-            for _ in range(12):
-                group = bench.group()
-                for _ in range(4):
-                    await bench.fail(group)
+            await fail_group()
         await bench.end()
 
     asyncio.run(scenario())

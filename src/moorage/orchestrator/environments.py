@@ -1,0 +1,61 @@
+"""Sources with the servers that run them, as the dispatcher sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from verifiers.v1 import WireEpisode
+
+from moorage.env.client import RolloutCall
+from moorage.orchestrator.sources import Source
+
+
+class EnvClients(Protocol):
+    """The calls of `env.client.EnvClient` (or `env.replicas.Replicas`) that the dispatcher makes."""
+
+    async def sample(self, stream: str, limit: int | None = None) -> Any: ...
+
+    async def close_stream(self, stream: str) -> Any: ...
+
+    async def run_rollout(self, call: RolloutCall) -> WireEpisode: ...
+
+    async def run_group(self, call: RolloutCall, n: int) -> Sequence[WireEpisode]: ...
+
+    async def ping(self) -> Any: ...
+
+    def take_abandoned(self) -> list[WireEpisode]: ...
+
+    async def bye(self) -> Any: ...
+
+    async def close(self) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A source and the servers that run it."""
+
+    source: Source
+    client: EnvClients
+    scores_groups: bool = False
+
+
+@dataclass
+class Cursors:
+    """Where each train stream stands: behind the furthest task that was ever sampled."""
+
+    streams: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def advance(self, stream: str, epoch: int, position: int) -> None:
+        self.streams[stream] = max(self.streams.get(stream, (0, 0)), (epoch, position))
+
+
+@dataclass
+class Limits:
+    """How the dispatcher is bounded."""
+
+    retries: int
+    group_deadline_s: float
+    max_events: int
+    sample_retry_s: float = 1.0
