@@ -56,7 +56,7 @@ async def measure(way: str, url: str, folder: Path, rounds: int, size: int) -> l
         client = {"type": "eval", "base_url": f"{url}/v1", "api_key_var": "MOORAGE_NO_KEY"}
         block["agent"] = {"harness": {"id": "openai_loop"}, "client": client}
     env = load_env(resolve_env(block, "eval")[0])
-    service = ModelService(RendererPool(folder / "model", "qwen3"), GenerateClient(), SideTable())
+    service = ModelService(RendererPool(folder / "model", "auto"), GenerateClient(), SideTable())
     spool = Spool(folder / way.replace(" ", "_"), "bench", 1 << 30)
     task = next(iter(env.taskset))
     context = vf.ModelContext("policy", policy_client(url), vf.SamplingConfig(temperature=1.0, max_tokens=8))
@@ -109,6 +109,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=WAYS)
     parser.add_argument("--size", type=int, default=100)
     args = parser.parse_args()
     logging.disable(logging.WARNING)
@@ -122,14 +123,14 @@ def main() -> None:
             assert engine.stdout is not None
             url = engine.stdout.readline().strip()
             best = {}
-            for way in WAYS:
+            for way in args.ways:
                 taken = asyncio.run(measure(way, url, folder, args.rounds, args.size))
                 best[way] = min(taken)
                 middle = statistics.median(taken)
                 print(f"{way:>14}: {min(taken):6.2f} ms CPU per rollout (median {middle:.2f}); ", end="")
                 print(f"yardstick {yardstick():.1f} ms")
-            for way in WAYS[1:]:
-                print(f"{way} / {WAYS[0]}: {best[way] / best[WAYS[0]]:.1f}")
+            for way in args.ways[1:]:
+                print(f"{way} / {args.ways[0]}: {best[way] / best[args.ways[0]]:.1f}")
         finally:
             engine.kill()
             engine.wait()

@@ -36,6 +36,7 @@ from moorage.engine.generate import GenerateCall, GenerateClient, PromptTooLongE
 from moorage.engine.parse import Completion
 from moorage.engine.render import RendererPool
 from moorage.env.direct_call import local_interception
+from moorage.env.scratch import scratch
 from moorage.env.turns import SideTable, Turn
 
 NOT_AGAIN = 424
@@ -251,7 +252,7 @@ def _num_chars(messages: Sequence[Mapping[str, Any]]) -> int:
 async def serving(env: vf.Env, service: ModelService) -> AsyncIterator[None]:
     """Hold the environment's shared resources; the policy is served by `service`, direct calls in process."""
     quicken_nodes()
-    with model_seam(service):
+    with model_seam(service), scratch(env):
         async with env.serving():
             with local_interception(env._interception):
                 yield
