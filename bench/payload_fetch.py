@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from moorage.records.payload import PayloadSlice
 
 TOKEN = "bench" * 8
 STORE = "train/bench.node"
+REST_S = 0.3
 
 
 def make_head_and_routing(tokens: int, seed: int = 0) -> BranchArrays:
@@ -85,7 +86,8 @@ class FetchBench:
         write_json_atomic(folder / "envs" / f"{STORE}.address", address)
 
     def time(self, way: Callable[[], None]) -> float:
-        """GB/s of one round."""
+        """GB/s of one round, after a rest: a process that has just worked waits longer on a busy machine."""
+        time.sleep(REST_S)
         begun = time.perf_counter()
         way()
         return len(self.buffer) / (time.perf_counter() - begun) / 1e9
@@ -94,10 +96,9 @@ class FetchBench:
         self._expect_all(self.remote.fetch(self.slices, 120))
 
     def fetch_mapped(self) -> None:
-        fetched = self.local.fetch(self.slices, 120)
-        self._expect_all(fetched)
+        futures = self.local.start_fetch(self.slices, 120)
+        list(self.threads.map(copy_arrays, [futures[i] for i in self.ids], self.targets))
         assert self.local.counts.bytes_http == 0
-        list(self.threads.map(copy_arrays, fetched.values(), self.targets))
 
     def _expect_all(self, fetched) -> None:
         assert all(isinstance(arrays, BranchArrays) for arrays in fetched.values()), fetched
@@ -141,8 +142,9 @@ class FetchBench:
         self.spool.close()
 
 
-def copy_arrays(arrays: BranchArrays, target: np.ndarray) -> None:
-    at = 0
+def copy_arrays(future: Future, target: np.ndarray) -> None:
+    arrays, at = future.result(), 0
+    assert isinstance(arrays, BranchArrays), arrays
     for array in arrays.present().values():
         np.copyto(target[at : at + array.nbytes], array.reshape(-1).view(np.uint8))
         at += array.nbytes
