@@ -107,8 +107,7 @@ class SlotCache:
         self._row_shape = row_shape
         self._row_dtype = row_dtype
         self._layout: Layout
-        self._decode_slots = torch.arange(0)
-        self._decode_index: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._decode_index: torch.Tensor | None = None
         self._layer = 0
 
     def reserve(self, slots: int, length: int) -> None:
@@ -171,12 +170,11 @@ class SlotCache:
     def _flat_index(self, n: int, heads: int, length: int) -> torch.Tensor:
         """Where the keys of the decoded queries go in a layer's buffer seen as [slots * heads * length,
         dim]."""
-        if self._decode_index is None or self._decode_index[0].shape[0] != n * heads:
-            device = self._layout.decode_at.device
-            base = torch.arange(n * heads, device=device).view(n, heads) * length
-            flat = (base + self._layout.decode_at[:, None]).flatten()
-            self._decode_index = (flat, base)
-        return self._decode_index[0]
+        if self._decode_index is None or self._decode_index.shape[0] != n * heads:
+            at = self._layout.decode_at
+            base = torch.arange(n * heads, device=at.device).view(n, heads) * length
+            self._decode_index = (base + at[:, None]).flatten()
+        return self._decode_index
 
     def decode_keys(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [decoding, heads, decode_keys, dim] of the layer that was updated last."""

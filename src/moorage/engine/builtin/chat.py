@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 import msgspec
@@ -18,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from moorage.core.errors import EngineError
 from moorage.engine.builtin import wire
-from moorage.engine.builtin.calls import run_all, stream
+from moorage.engine.builtin.calls import Update, run_all, stream
 from moorage.engine.builtin.http import SERVICE, read_body, reply
 from moorage.engine.builtin.request import Request, RequestError, SamplingParams, parse_sampling
 from moorage.engine.builtin.service import Service, new_id
@@ -181,47 +183,51 @@ async def _send_events(
 ) -> web.StreamResponse:
     if len(requests) > 1:
         raise RequestError("stream with n > 1 is not supported", param="n")
-    assert service.tokenizer is not None
     head = {
         "id": call_id,
         "object": "chat.completion.chunk",
         "created": int(time.time()),
         "model": service.name,
     }
-    updates = stream(service, requests[0])
-    first = await anext(updates)  # what fails before the first token still gets its status code
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    await response.prepare(request)
+    async with aclosing(stream(service, requests[0])) as updates:
+        first = await anext(updates)  # what fails before the first token still gets its status code
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        )
+        await response.prepare(request)
+        async for event in _events(service, head, first, updates, body):
+            await response.write(b"data: " + orjson.dumps(event) + b"\n\n")
+    await response.write(b"data: [DONE]\n\n")
+    await response.write_eof()
+    return response
 
-    async def send(data: dict[str, Any]) -> None:
-        await response.write(b"data: " + orjson.dumps(data) + b"\n\n")
+
+async def _events(
+    service: Service,
+    head: dict[str, Any],
+    update: Update | None,
+    updates: AsyncGenerator[Update],
+    body: dict[str, Any],
+) -> AsyncIterator[dict[str, Any]]:
+    """The chunks of one streamed completion; an engine that dies on the way ends it with an error object."""
+    assert service.tokenizer is not None
 
     def chunk(delta: dict[str, Any], **more: Any) -> dict[str, Any]:
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None, **more}
         return {**head, "choices": [choice]}
 
-    await send(chunk({"role": "assistant", "content": ""}))
+    yield chunk({"role": "assistant", "content": ""})
     try:
-        update = first
-        while True:
-            done = update.request
-            await send(
-                chunk(
-                    {"content": update.text},
-                    logprobs=chat_logprobs(service.tokenizer, done, update.start, update.end),
-                    finish_reason=done.finish_reason if update.end == len(done.out) else None,
-                    stop_reason=done.stop_reason,
-                )
+        while update is not None:
+            request = update.request
+            yield chunk(
+                {"content": update.text},
+                logprobs=chat_logprobs(service.tokenizer, request, update.start, update.end),
+                finish_reason=request.finish_reason if update.end == len(request.out) else None,
+                stop_reason=request.stop_reason,
             )
-            update = await anext(updates, None)
-            if update is None:
-                break
-        if (body.get("stream_options") or {}).get("include_usage"):
-            await send({**head, "choices": [], "usage": wire.usage([done])})
+            last, update = update, await anext(updates, None)
+            if update is None and (body.get("stream_options") or {}).get("include_usage"):
+                yield {**head, "choices": [], "usage": wire.usage([last.request])}
     except EngineError as error:
-        await send(wire.error_body(str(error), error.status or 500))
-    finally:
-        await updates.aclose()
-    await response.write(b"data: [DONE]\n\n")
-    await response.write_eof()
-    return response
+        yield wire.error_body(str(error), error.status or 500)
