@@ -6,7 +6,7 @@ from moorage.core.errors import ConfigError
 
 USAGE = """usage: moorage ledger RUN_FOLDER [--limit N]
 
-  Asks a live run's payload services (their secret comes from MOORAGE_TOKEN), or reads what an ended run has left.
+  Asks a live run's payload services (the secret comes from MOORAGE_TOKEN), or reads what an ended one left.
   --limit: how many outstanding payloads to name per store (default 20).
 """
 
