@@ -4,8 +4,8 @@
 
 Two processes take turns step by step, so that a busy machine burdens both alike; the median counts. Both get
 the same prompts, completions and log-probabilities, and make forward, loss, backward, clipping and AdamW with
-one thread in float32. Printed: seconds per step, real tokens per second, peak memory, and the share of computed
-positions that are padding, beside that of one sequence per row.
+one thread in float32. Printed: seconds per step, real tokens per second, peak memory, and the share of
+computed positions that are padding, beside that of one sequence per row.
 """
 
 from __future__ import annotations
