@@ -1,4 +1,4 @@
-# ruff: noqa: ARG001, ARG002, ARG005, ASYNC110 - scripted partners take what the real ones take
+# ruff: noqa: ARG001, ARG005 - scripted partners take what the real ones take
 """Endings that are not ok, through dispatcher, sinks and files."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-# ruff: noqa: ARG001, ARG002, ARG005, ASYNC110 - scripted partners take what the real ones take
+# ruff: noqa: ARG005 - scripted partners take what the real ones take
 """Measuring while training: the same tasks each time, once per due version, and the last one to its end."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-# ruff: noqa: ARG001, ARG002, ARG005, ASYNC110 - scripted partners take what the real ones take
+# ruff: noqa: ASYNC110 - scripted partners take what the real ones take
 """`moorage eval` over scripted env servers: interrupted and started again it runs what is missing."""
 
 from __future__ import annotations

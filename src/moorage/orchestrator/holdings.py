@@ -40,7 +40,7 @@ class Releaser(Protocol):
 class Holdings:
     """Custody of one orchestrator. Start `run` as a task; `close` at the end."""
 
-    def __init__(self, client: Releaser, *, final_timeout_s: float = 20.0) -> None:
+    def __init__(self, client: Releaser, *, final_timeout_s: float = 4.0) -> None:
         self.custody: dict[Holder, Custody] = {holder: Custody(holder) for holder in HOLDERS}
         self.released: dict[str, int] = dict.fromkeys((*HOLDERS, "shutdown"), 0)
         self._client = client

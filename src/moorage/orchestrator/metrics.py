@@ -1,4 +1,4 @@
-"""Numbers of a window of episodes, under the names of docs/metrics.md. Pure.
+"""Numbers of a window of episodes, by flat names. Pure.
 
 Scopes: `train/agg`, `train/<env>`, `eval/<env>`; subsets `all` (what arrived in the window) and `effective`
 (what trains, or for eval what did not fail). Promises:

@@ -242,6 +242,7 @@ class Orchestrator:
         await self.dispatcher.cancel_train()
         self.ship_waits_for = f"the trainer: policy version {self.config.facts.max_steps}"
         await watching
+        await self._clean_up(self.policy.version)
         self.ship_waits_for = "eval episodes"
         while self.measuring.open_passes or not self.dispatcher.is_idle:
             self._changed.clear()
@@ -348,9 +349,11 @@ class Orchestrator:
         self.dispatcher.poke()
         self._changed.set()
         if self._cleaning is None or self._cleaning.done():
-            retain = self.config.payload.retain == "checkpoint"
-            work = asyncio.to_thread(clean_up, self.run_dir, version, retain_batches=retain)
-            self._cleaning = self._owner.start(work, "clean up")
+            self._cleaning = self._owner.start(self._clean_up(version), "clean up")
+
+    async def _clean_up(self, version: int) -> None:
+        retain = self.config.payload.retain == "checkpoint"
+        await asyncio.to_thread(clean_up, self.run_dir, version, retain_batches=retain)
 
     def _on_measured(self) -> None:
         self.stall.moved()

@@ -1,4 +1,4 @@
-# ruff: noqa: ARG001, ARG002, ARG005, ASYNC110 - scripted partners take what the real ones take
+# ruff: noqa: ARG002 - scripted partners take what the real ones take
 from __future__ import annotations
 
 import io
