@@ -119,7 +119,8 @@ class PayloadClient:
 
     def _map(self, piece: PayloadSlice) -> BranchArrays | None:
         local = self._stores.local(piece) if self._map_local else None
-        blob = local.map(piece.id, piece.nbytes) if local is not None else None
+        whole = not is_worth_cutting(piece.num_tokens, piece.total_tokens, piece.nbytes)
+        blob = local.map(piece.id, piece.nbytes, whole=whole) if local is not None else None
         if blob is None:
             return None
         arrays = decode(blob)

@@ -36,8 +36,11 @@ class LocalStore:
         self._lock = threading.Lock()
         self._attempts: dict[str, Spool] = {}
 
-    def map(self, blob_id: str, nbytes: int) -> mmap.mmap | None:
-        """The blob's file as memory, or None when it is not there whole."""
+    def map(self, blob_id: str, nbytes: int, *, whole: bool = True) -> mmap.mmap | None:
+        """The blob's file as memory, or None when it is not there whole.
+
+        `whole`: have its pages in place at the return, rather than one by one as they are first read.
+        """
         with self._lock:
             path = self._find(blob_id)
         if path is None:
@@ -49,7 +52,8 @@ class LocalStore:
         try:
             if os.fstat(fd).st_size != nbytes:
                 return None
-            return mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
+            flags = mmap.MAP_SHARED | (getattr(mmap, "MAP_POPULATE", 0) if whole else 0)
+            return mmap.mmap(fd, nbytes, flags=flags, prot=mmap.PROT_READ)
         except (OSError, ValueError):
             return None
         finally:
