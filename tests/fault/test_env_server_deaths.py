@@ -240,7 +240,7 @@ def test_a_dead_replica_is_passed_over_and_its_stream_goes_on(tmp_path: Path, de
 def test_a_silent_holder_loses_its_lease_and_what_it_did_not_acknowledge(
     tmp_path: Path, dense_model: Path
 ) -> None:
-    """The client's process is stopped for longer than a lease; woken, it finds its run cancelled and goes on."""
+    """A client stopped for longer than a lease wakes, finds its run cancelled, and goes on."""
     with env_server(tmp_path, dense_model) as server:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()

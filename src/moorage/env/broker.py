@@ -76,7 +76,7 @@ class Broker:
         environment: Environment,
         nursery: Nursery | None = None,
     ) -> None:
-        self._nursery = nursery or Nursery()
+        self._nursery = nursery or Nursery(config.model_path, config.renderer)
         self.config = config
         self.token = token
         self.environment = environment
@@ -459,7 +459,7 @@ def main(config: EnvServerConfig) -> int:
         os.environ["MOORAGE_TOKEN"] = token
         print(f"MOORAGE_TOKEN={token}  (give it to whoever uses this env server)", flush=True)
     raise_file_limit(config.source.max_concurrent)
-    nursery = Nursery()
+    nursery = Nursery(config.model_path, config.renderer)
     nursery.start()  # it loads the environment library while this process does
     environment = load_environment(config)
     logging.getLogger("verifiers").setLevel("WARNING")

@@ -35,7 +35,9 @@ log = get_logger(__name__)
 class Nursery:
     """The broker's side. Starts the process on first use, and again when it is gone."""
 
-    def __init__(self) -> None:
+    def __init__(self, model_path: str, renderer: str = "auto") -> None:
+        """The tokenizer of `model_path` is loaded once too, for all that loading it imports."""
+        self._argv = [model_path, renderer]
         self.on_born: Callable[[int, int], None] = lambda *_: None
         """Called from the loop with the serial of a fork and the process that it became."""
         self.on_exit: Callable[[int, int], None] = lambda *_: None
@@ -75,7 +77,7 @@ class Nursery:
         ours.setblocking(False)
         environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "moorage.env.nursery", str(theirs.fileno())],
+            [sys.executable, "-m", "moorage.env.nursery", str(theirs.fileno()), *self._argv],
             pass_fds=[theirs.fileno()],
             start_new_session=True,
             stdin=subprocess.DEVNULL,
@@ -126,12 +128,13 @@ class Nursery:
             await asyncio.to_thread(process.wait)
 
 
-def run_nursery(fd: int) -> int:
+def run_nursery(fd: int, model_path: str, renderer: str) -> int:
     """Serve fork requests on `fd` until the broker is gone."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the broker decides
     for name in PRELOAD:
         importlib.import_module(name)
+    _load_renderer(model_path, renderer)
     gc.collect()
     gc.freeze()  # the collector would write to every page that the workers share
     broker = socket.socket(fileno=fd)
@@ -164,6 +167,13 @@ def run_nursery(fd: int) -> int:
                 _become_worker(fds[0])
             os.close(fds[0])
             _tell(broker, {"pid": pid, "serial": serial})
+
+
+def _load_renderer(model_path: str, renderer: str) -> None:
+    from moorage.engine.render import RendererPool
+
+    with contextlib.suppress(Exception):  # every worker tries it again, and says what is wrong
+        RendererPool(model_path, renderer)
 
 
 def _become_worker(fd: int) -> None:
@@ -203,4 +213,4 @@ def _tell(broker: socket.socket, what: dict[str, int]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_nursery(int(sys.argv[1])))
+    sys.exit(run_nursery(int(sys.argv[1]), sys.argv[2], sys.argv[3]))

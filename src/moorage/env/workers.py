@@ -50,6 +50,7 @@ class WorkerProcess:
     pid: int | None = None
     ready: bool = False
     lost: bool = False
+    killed: bool = False
     exit_code: int | None = None
     runs: dict[str, int] = field(default_factory=dict)
     load: int = 0
@@ -157,7 +158,8 @@ class Workers:
     def kill(self, request_id: str, reason: str) -> None:
         """End the worker of a run by force; its death is reported as any other."""
         worker = self._by_run.get(request_id)
-        if worker is not None and not worker.lost and worker.pid is not None:
+        if worker is not None and not worker.lost and worker.pid is not None and not worker.killed:
+            worker.killed = True
             worker.last_words = f"killed by the broker: {reason}"
             log.warning("%s is killed: %s", worker, reason)
             with contextlib.suppress(ProcessLookupError):

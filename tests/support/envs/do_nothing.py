@@ -1,7 +1,7 @@
 """An environment whose episodes do what their task says, without any model call.
 
 `action`: `nothing`; `sleep` for `seconds`; `spin` (a busy loop that never yields) for `seconds`; `raise`;
-`exit` (the worker process ends); `deaf` (sleeps and refuses to be cancelled); `talk` (one call to the policy).
+`exit` (the worker process ends); `deaf` (sleeps, refuses to be cancelled); `talk` (one call to the policy).
 Loaded by its plain name: put this folder on PYTHONPATH.
 """
 
@@ -28,7 +28,7 @@ class DoNothingData(vf.TaskData):
 
 class DoNothingTask(vf.Task[DoNothingData]):
     @vf.reward
-    async def one(self, task: DoNothingData) -> float:
+    async def one(self) -> float:
         return 1.0
 
 
@@ -57,7 +57,16 @@ class DoNothingHarness(vf.Harness[DoNothingHarnessConfig]):
     EXECUTES_CODE = False
     NEEDS_CONTAINER = False
 
-    async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data) -> vf.ProgramResult:
+    async def launch(  # noqa: PLR0913 - verifiers' contract
+        self,
+        ctx,
+        trace,  # noqa: ARG002
+        runtime,  # noqa: ARG002
+        endpoint,
+        secret,
+        mcp_urls,  # noqa: ARG002
+        data,
+    ) -> vf.ProgramResult:
         if data.action == "sleep":
             await asyncio.sleep(data.seconds)
         elif data.action == "spin":

@@ -1,4 +1,4 @@
-"""The delivery contract as a state machine: a server, a worker, a spool, a client, and a wire that loses things.
+"""The delivery contract as a state machine: server, worker, spool, client, and a wire that loses things.
 
 Whatever the order of events, every kept payload is owned by exactly one side at each moment and freed exactly
 once at the end (docs/protocols.md section 1; R5).
@@ -82,7 +82,7 @@ class Spool:
 
 @dataclass
 class Client:
-    """One attempt's client, by the rules of docs/protocols.md: one of ack or cancel, and the first decides."""
+    """One attempt's client, by docs/protocols.md: one of ack or cancel, and the first decides."""
 
     holder: Holder
     runs: dict[str, str] = field(default_factory=dict)

@@ -53,7 +53,7 @@ def test_a_body_that_does_not_fit_is_refused_by_the_name_of_the_field(
 
 
 def test_an_unknown_method_names_the_valid_ones() -> None:
-    with pytest.raises(EnvServerError, match="'sampel'.*sample") as caught:
+    with pytest.raises(EnvServerError, match=r"'sampel'.*sample") as caught:
         wire.decode_request(b"sampel", encode())
     assert caught.value.kind == "unknown_method"
 

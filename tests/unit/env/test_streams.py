@@ -1,4 +1,4 @@
-"""Streams: every epoch covers every task once, the same seed gives the same order, cursors continue (R22, R26)."""
+"""Streams: each epoch has every task once, a seed fixes the order, cursors continue (R22, R26)."""
 
 from __future__ import annotations
 
