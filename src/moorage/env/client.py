@@ -303,7 +303,7 @@ class EnvClient:
             )
 
     async def _settled(self, run: _Call) -> bool:
-        """Whether a run whose ack is on its way became ours. In doubt it did not: `bye` frees what is left."""
+        """Whether an ack on its way made the run ours. In doubt it did not: `bye` frees what is left."""
         assert run.ack is not None
         with contextlib.suppress(TimeoutError, EnvServerError):
             async with asyncio.timeout(2 * wire.PING_S):

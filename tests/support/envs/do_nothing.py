@@ -57,7 +57,7 @@ class DoNothingHarness(vf.Harness[DoNothingHarnessConfig]):
     EXECUTES_CODE = False
     NEEDS_CONTAINER = False
 
-    async def launch(  # noqa: PLR0913 - verifiers' contract
+    async def launch(
         self,
         ctx,
         trace,  # noqa: ARG002
