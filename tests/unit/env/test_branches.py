@@ -93,7 +93,7 @@ def built(graph: Graph):
 
 
 @given(graphs())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_every_usable_policy_token_trains_in_exactly_the_first_trainable_branch(graph: Graph) -> None:
     trained: dict[tuple[int, int], int] = {}
     for plan, branch in built(graph):
@@ -112,7 +112,7 @@ def test_every_usable_policy_token_trains_in_exactly_the_first_trainable_branch(
 
 
 @given(graphs())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_spans_tile_the_tokens_and_tell_what_is_trained(graph: Graph) -> None:
     for plan, branch in built(graph):
         arrays = branch.arrays
@@ -166,7 +166,7 @@ def _check_heads(graph: Graph, spans, arrays: BranchArrays) -> None:
 
 
 @given(graphs(rows=True))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_routing_rows_are_the_engines_and_whole(graph: Graph) -> None:
     for plan, branch in built(graph):
         rows = branch.arrays.routed_experts

@@ -230,7 +230,7 @@ def test_turns_are_forgotten_when_their_run_ends() -> None:
 @given(
     st.lists(st.tuples(st.integers(0, 2), st.booleans(), st.lists(st.integers(0, 3), max_size=4)), max_size=3)
 )
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_random_episodes_keep_byte_identical_arrays_and_every_sampled_token_once(
     tmp_path: Path, shape: list[tuple[int, bool, list[int]]]
 ) -> None:
