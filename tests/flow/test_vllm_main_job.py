@@ -91,4 +91,4 @@ def test_with_the_real_rate_the_reward_rises(tmp_path: Path) -> None:
     reward = summary["reward"]
     assert len(reward) == STEPS
     assert sum(reward[-2:]) / 2 > reward[0] + 0.03, reward
-    assert all(line["mismatch_kl/mean"] < 0.05 for line in job.metrics()), "only the lag explains it"
+    assert job.metrics()[0]["mismatch_kl/max"] < 1e-6, "the first step has no lag to explain a mismatch"
