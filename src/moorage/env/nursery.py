@@ -27,7 +27,16 @@ from collections.abc import Callable
 
 from moorage.core.log import get_logger
 
-PRELOAD = ("verifiers.v1", "verifiers.v1.mcp", "moorage.env.runner", "moorage.env.direct")
+PRELOAD = (
+    "verifiers.v1",
+    "verifiers.v1.envs",
+    "verifiers.v1.harnesses",
+    "verifiers.v1.judges",
+    "verifiers.v1.mcp",
+    "verifiers.v1.tasksets",  # its loader imports this whole package while it looks for any taskset
+    "moorage.env.direct",
+    "moorage.env.runner",
+)
 STOP_S = 5.0
 log = get_logger(__name__)
 

@@ -35,7 +35,8 @@ DEATHS_WINDOW_S = 60.0
 STOP_S = 10.0
 STUCK_S = 3.0
 """A worker that has not beaten for so long, and has a run past its deadline, is stuck."""
-_BURY_S = 0.02
+_BURY_S = 0.2
+"""So long the nursery has to say how a worker ended, before its runs are answered."""
 _PR_SET_CHILD_SUBREAPER = 36
 log = get_logger(__name__)
 
