@@ -37,8 +37,9 @@ def make_loss(table: Mapping[str, Any]) -> PolicyLoss:
         for key in options:
             if key not in fields:
                 raise ConfigError(f"trainer.loss.{key}: {name} has no such option{suggestion(key, fields)}")
+    factory: Any = cls  # narrowed to a dataclass above
     try:
-        return cast(PolicyLoss, cls(**options))
+        return cast(PolicyLoss, factory(**options))
     except (TypeError, ValueError) as error:
         raise ConfigError(f"trainer.loss: {name} refuses {options!r}: {error}") from None
 
