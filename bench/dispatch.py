@@ -20,6 +20,7 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,7 @@ class Usage:
     def __init__(self, cap: int) -> None:
         self.cap = cap
         self.busy = 0
+        self.taken: Callable[[], int] = lambda: 0
         self._changed_at = self._full_at = 0.0
         self._area = 0.0
         self._ended: tuple[float, float] | None = None
@@ -90,7 +92,7 @@ class Usage:
             self._area += self.busy * (now - self._changed_at)
         self.busy += by
         self._changed_at = now
-        if not self._full_at and self.busy >= self.cap:
+        if not self._full_at and self.taken() >= self.cap:
             self._full_at = now
 
     def end(self) -> None:
@@ -102,6 +104,7 @@ class Usage:
     @property
     def share(self) -> float:
         assert self._ended is not None
+        assert self._full_at, "the cap was never full: more episodes, or longer ones"
         area, ended_at = self._ended
         return area / (self.cap * (ended_at - self._full_at))
 
@@ -131,6 +134,7 @@ async def straggle(num_episodes: int, scale_s: float, *, whole_groups: bool) -> 
 
     env = GroupEnv(store, one, num_tasks=None)
     dispatcher, _, _ = make_dispatcher(env, scores_groups=whole_groups)
+    usage.taken = lambda: dispatcher.admission.total
     ready.task.key = ready.task.hash = None
     running = asyncio.create_task(dispatcher.run())
     await done.wait()
