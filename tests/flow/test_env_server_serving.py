@@ -246,7 +246,8 @@ def test_replies_hold_references_and_no_arrays(server: Server, engine: ScriptedE
         assert all(not node.token_ids and not node.logprobs for node in episode.traces[0].nodes)
         ledger = (await client.ping()).ledger
         assert ledger is not None
-        PayloadClient(TOKEN, connections=1).release(references([episode]), "train_sink")
+        with PayloadClient(TOKEN, connections=1) as payloads:
+            payloads.release(references([episode]), "train_sink")
 
     with_client(server, talk)
 
@@ -365,7 +366,8 @@ def test_a_lost_reply_and_a_lost_ack_are_found_by_a_ping(server: Server, engine:
         assert request(b"p3", b"ping")["ledger"]["outstanding"] == 1
         branch = episode["traces"][0]["info"]["moorage_payload"]["branches"][0]
         url = episode["traces"][0]["info"]["moorage_payload"]["url"]
-        PayloadClient(TOKEN, connections=1).release([PayloadRef(url, "s", branch["id"])], "trainer")
+        with PayloadClient(TOKEN, connections=1) as payloads:
+            payloads.release([PayloadRef(url, "s", branch["id"])], "trainer")
         time.sleep(1.1)
         ledger = request(b"p4", b"ping")["ledger"]
         assert (ledger["outstanding"], ledger["double_frees"]) == (0, 0)

@@ -60,6 +60,7 @@ class Exporter:
                 _merge_parts(folder, world.size)
         if world.is_main:
             add_small_files(self.source, folder)
+            _name_dtype(folder, next(self.model.module.parameters()).dtype)
 
     def _as_on_disk(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Under the names and shapes of the model's files, on the CPU."""
@@ -92,6 +93,15 @@ def add_small_files(source: Path, folder: Path) -> None:
             os.link(path, folder / path.name)
         except OSError:  # another file system
             shutil.copyfile(path, folder / path.name)
+
+
+def _name_dtype(folder: Path, dtype: torch.dtype) -> None:
+    """Let config.json name the dtype that the weights have, which need not be the source's."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config.pop("torch_dtype", None)  # its older name
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    path.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _convertible_groups(module: Any) -> list[list[str]]:
