@@ -37,6 +37,7 @@ class WandbMonitor:
             mode=config.mode,
             dir=str(folder),
         )
+        self._run.define_metric("*", step_metric="step")  # all charts run over the training step
         self._rows: dict[str, list[list[Any]]] = {}
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:

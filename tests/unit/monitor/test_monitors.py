@@ -95,11 +95,22 @@ def test_a_process_always_has_files_and_console(tmp_path, capsys):
     assert "loss 0.5" in capsys.readouterr().err
 
 
-def test_wandb_writes_offline_with_a_table_of_samples(tmp_path):
+def test_wandb_writes_offline_with_a_table_of_samples(tmp_path, caplog):
     pytest.importorskip("wandb", reason="the wandb extra is not installed")
     config = make_config(MonitorConfig, {"wandb": {"project": "p", "mode": "offline"}})
-    monitor = make_monitor(config, RunDir(tmp_path), "orchestrator", "id")
-    monitor.log({"loss": 0.5}, 1)
-    monitor.log_samples("train", [{"step": 1, "agent": "a", "branch_idx": 0, "reward": 1.0}], 1)
-    monitor.close()
-    assert list((tmp_path / "wandb").glob("offline-run-*"))
+    row = {"step": 1, "agent": "a", "branch_idx": 0, "reward": 1.0}
+    with caplog.at_level(logging.WARNING, logger="moorage"):
+        monitor = make_monitor(config, RunDir(tmp_path), "orchestrator", "id")
+        for step in (1, 2):
+            monitor.log({"loss": 0.5 * step}, step)
+            monitor.log_samples(
+                "train", [{**row, "step": step}, {**row, "step": step, "branch_idx": 1}], step
+            )
+        monitor.close()
+    assert not caplog.records  # nothing was skipped
+    (run,) = (tmp_path / "wandb").glob("offline-run-*")
+    assert list(run.glob("*.wandb"))
+    tables = sorted(run.rglob("*.table.json"), key=lambda path: path.stat().st_size)
+    newest = json.loads(tables[-1].read_text())
+    assert newest["columns"] == list(row)
+    assert newest["data"] == [[step, "a", branch, 1.0] for step in (1, 2) for branch in (0, 1)]
