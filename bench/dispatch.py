@@ -62,7 +62,7 @@ def make_dispatcher(
         {},
         picker=TrainPicker([source], 0),
         admission=Admission(cap),
-        limits=Limits(1, 3600.0, max_events=100_000),
+        limits=Limits(1, max_events=100_000),
         policy=Policy("policy", 0),
         engines=ScriptedEngines(),
         holdings=holdings,

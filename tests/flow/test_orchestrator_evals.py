@@ -16,13 +16,22 @@ from tests.flow.test_orchestrator_run import (
 from tests.unit.orchestrator.scripted import ScriptedEnv, ScriptedStore, ScriptedTrainer, reply_after
 
 
-def measure(root, steps: int, source: dict, eval_s: float, train_s: float = 0.01, **settings):
+def measure(
+    root,
+    steps: int,
+    source: dict,
+    eval_s: float,
+    train_s: float = 0.01,
+    group_deadline_s: float = 1800.0,
+    **settings,
+):
     async def scenario():
         store = ScriptedStore()
         env = ScriptedEnv(store, reply_after(store, lambda rng: train_s))
         evals = ScriptedEnv(store, reply_after(store, lambda rng: eval_s, seed=1))
         block = {"sources": [{"name": "m", "env": {"taskset": {"id": "x"}}, **source}], **settings}
-        orchestrator = make_orchestrator(make_process_config(root, steps, eval=block), env, {"m": evals})
+        config = make_process_config(root, steps, eval=block, group_deadline_s=group_deadline_s)
+        orchestrator = make_orchestrator(config, env, {"m": evals})
         trainer = ScriptedTrainer(orchestrator.run_dir, store, first=1, last=steps, step_s=0.02)
         assert await run_with_trainer(orchestrator, trainer)
         store.assert_clean()
@@ -51,3 +60,14 @@ def test_a_subset_of_16_of_200_tasks_is_the_same_at_every_step_with_passes_overl
 def test_the_last_measurement_completes_though_training_is_over(tmp_path):
     _, rows = measure(tmp_path, 2, {"num_tasks": 8, "interval": 100}, eval_s=0.5, skip_first_step=True)
     assert [(row["eval/m/policy_version"], row["eval/m/num_episodes"]) for row in rows] == [(2, 8)]
+
+
+def test_the_group_deadline_drops_no_eval_group(tmp_path):
+    """It frees siblings of a train group that would wait for a straggler; a pass is measured whole (R26)."""
+    source = {"num_tasks": 4, "interval": 100, "group_size": 2}
+    _, rows = measure(
+        tmp_path, 2, source, eval_s=0.9, train_s=0.001, group_deadline_s=0.05, skip_first_step=True
+    )
+    (row,) = rows
+    assert (row["eval/m/policy_version"], row["eval/m/num_episodes"]) == (2, 8)
+    assert row["eval/m/num_cancelled"] == 0

@@ -89,7 +89,8 @@ class OrchestratorConfig(Config):
     """How often an episode lost to an infrastructure failure is dispatched again."""
 
     group_deadline_s: float = Field(default=1800.0, gt=0)
-    """A group that is not complete after this time is scored with what has arrived."""
+    """A train group that is not complete after this time is scored with what has arrived. Eval groups have no
+    such limit, so that every measurement is whole; their episodes end at the `deadline_s` of their source."""
 
     max_waiting: int | None = Field(default=None, ge=1)
     """Scored traces that may wait for a batch before dispatch pauses. None: four batches."""

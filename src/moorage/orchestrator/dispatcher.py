@@ -8,7 +8,9 @@ asks them, calls the env servers, and puts an `Arrived` or `Cancelled` on `event
 - every started episode reaches `events` once: as itself, or in its group's single cancellation;
 - an infrastructure failure is tried again at most `retries` times, then it is an errored episode;
 - payloads of an episode that comes back after its group was dropped are released as `dispatcher`;
-- eval work goes first while there is any to start, and ignores the gate; train work waits for the gate.
+- eval work goes first while there is any to start, and ignores the gate; train work waits for the gate;
+- a train group is dropped at its deadline; an eval group is not: it ends because each of its runs has one, so
+  every pass is measured whole.
 
 `events` is drained by the loop's consumer. It is bounded by what runs: the gate closes when it is
 `max_events` long. Does not know rewards, batches or files.
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -234,7 +237,7 @@ class Dispatcher:
             size=chosen.missing(chosen.num_opened - 1) if chosen else source.group_size,
             indivisible=environment.scores_groups,
             opened_at=now,
-            deadline_at=now + self.limits.group_deadline_s,
+            deadline_at=math.inf if chosen else now + self.limits.group_deadline_s,
         )
         if group.split == "train":
             self._on_open(group.id, group.source, task)

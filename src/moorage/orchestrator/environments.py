@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -53,9 +54,9 @@ class Cursors:
 
 @dataclass
 class Limits:
-    """How the dispatcher is bounded."""
+    """How the dispatcher is bounded. `group_deadline_s`: of train groups."""
 
     retries: int
-    group_deadline_s: float
     max_events: int
+    group_deadline_s: float = math.inf
     sample_retry_s: float = 1.0

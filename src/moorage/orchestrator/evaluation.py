@@ -55,7 +55,6 @@ log = get_logger(__name__)
 
 PROGRESS_S = 2.0
 TOKEN_VARIABLE = "MOORAGE_TOKEN"
-GROUP_DEADLINE_S = 7 * 24 * 3600.0
 
 
 def main(config: EvaluationConfig) -> int:
@@ -271,7 +270,7 @@ class Evaluation:
             environments,
             picker=None,
             admission=Admission(as_orchestrator(config).max_inflight),
-            limits=Limits(config.retries, GROUP_DEADLINE_S, max_events=config.max_inflight),
+            limits=Limits(config.retries, max_events=config.max_inflight),
             policy=Policy(config.model.name, config.version),
             engines=engines,
             holdings=holdings,
