@@ -13,6 +13,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from moorage.engine.builtin.model import load_runner
+from moorage.engine.builtin.weights import model_tensors
 from tests.support.training import process_env
 
 
@@ -61,6 +63,17 @@ def _check_published(out: Path, name: str) -> None:
     actual = dict(loaded.named_parameters())
     assert actual.keys() == expected.keys()
     assert all(torch.equal(actual[key].detach().double(), value.double()) for key, value in expected.items())
+
+
+def _check_engine(start: Path, out: Path, name: str) -> None:
+    """The built-in engine, running on other weights, takes the files and then holds them bit for bit."""
+    expected = load_file(out / name / "parameters.safetensors")
+    runner = load_runner(str(start), device="cpu", dtype="float32", routed_experts=True)
+    assert not all(torch.equal(tensor, expected[key]) for key, tensor in model_tensors(runner.model).items())
+    runner.reload(out / name / "published")
+    held = model_tensors(runner.model)
+    assert held.keys() == expected.keys()
+    assert all(torch.equal(held[key], value) for key, value in expected.items())
 
 
 def _one_rank_layouts() -> list[dict[str, Any]]:
@@ -135,12 +148,13 @@ def test_mixed_precision_and_compiled_blocks_train_nearly_alike(tmp_path: Path, 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_published_float32_weights_of_two_ranks_are_the_full_state_dict(
+def test_published_weights_of_two_ranks_are_the_full_state_dict_also_in_the_engine(
     tmp_path: Path, moe_model: Path
 ) -> None:
     layouts = [{"name": "shard", "micro_tokens": 64, "file_bytes": 50_000}]
     out = _run(tmp_path, moe_model, 2, layouts, dtype="float32", routing=[2, 2, 8])
     _check_published(out, "shard")
+    _check_engine(moe_model, out, "shard")
     published = out / "shard" / "published"
     assert len(list(published.glob("*.safetensors"))) > 2
     assert (published / "tokenizer.json").exists()

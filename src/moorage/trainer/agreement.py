@@ -42,8 +42,9 @@ def on_all_ranks(world: World, act: Callable[[], T]) -> T:
 def agree_dropped(world: World, step: int, failed: Sequence[bool], num_owned: int) -> int:
     """How many micro batches of `step` are dropped over all data ranks. Collective: one all-reduce.
 
-    `failed`: a bit per micro batch of this rank. `num_owned`: its micro batches that are no dummies. Raises
-    ExchangeError on every rank when nothing is left to train on.
+    `failed`: a bit per micro batch of this rank. `num_owned`: its micro batches that are no dummies. When
+    nothing is left to train on every rank raises: the main rank ExchangeError with the message for people,
+    the others RunEnded.
     """
     width = len(failed)
     bits = torch.zeros(world.size, width + 1)
@@ -52,6 +53,8 @@ def agree_dropped(world: World, step: int, failed: Sequence[bool], num_owned: in
     agreed = world.all_reduce(bits)
     num_dropped, total = int(agreed[:, :width].sum()), int(agreed[:, width].sum())
     if total and num_dropped == total:
+        if not world.is_main:
+            raise RunEnded(f"step {step}: nothing to train on, as the main rank says")
         raise ExchangeError(
             f"step {step}: no payload of its {total} micro batches could be fetched anywhere. Payloads are "
             "deleted after their step; to train again on the batches after a checkpoint, run with "

@@ -8,8 +8,7 @@ The life of step N here:
    placeholder that trains on nothing; when nothing could be fetched anywhere, every rank stops with one
    message;
 4. `settle` deletes the payloads, each once over all ranks; what a store did not confirm is carried over to
-the
-   next step by the client.
+   the next step by the client.
 
 Promises: a dummy owns nothing, is fetched only when routing is replayed, and its failed fetch is no drop; a
 payload is deleted only after every rank has it. Does not know: models, losses.
@@ -55,7 +54,11 @@ class FeedSettings:
 
 @dataclass(frozen=True)
 class StepInput:
-    """One step's work of this rank: assembled micro batches in order, and what it took to get them."""
+    """One step's work of this rank: assembled micro batches in order, and what it took to get them.
+
+    `wait_s`: how long the main thread waited until the batch was there; `fetch_s`: from then (or from when it
+    asked) until everything was assembled and agreed on, so what prefetching hid is in neither.
+    """
 
     batch: RankBatch
     arrays: list[Assembled]
@@ -67,9 +70,11 @@ class StepInput:
 
 @dataclass
 class _Loaded:
-    """A batch read ahead, with the payloads that fitted the budget."""
+    """A batch read ahead, at `read_at` on the clock of `perf_counter`, with the payloads that fitted the
+    budget."""
 
     batch: RankBatch
+    read_at: float
     payloads: Payloads = field(default_factory=dict)
 
 
@@ -110,12 +115,13 @@ class BatchFeed:
     def take(self, step: int) -> StepInput:
         """The work of `step`. Collective. Unblocked by the orchestrator's batch, its death, or a stop.
 
-        Raises RunEnded, or ExchangeError on every rank when no payload of the step could be fetched.
+        Raises RunEnded. When no payload of the step could be fetched, the main rank raises ExchangeError and
+        the others RunEnded.
         """
         self.prefetch(step)
         started = time.perf_counter()
         loaded = on_all_ranks(self.world, lambda: self._ahead[step].result())
-        read = time.perf_counter()
+        wait_s = max(0.0, min(loaded.read_at, time.perf_counter()) - started)
         self._hold(loaded.batch)
         del self._ahead[step]
         arrays, failed = on_all_ranks(self.world, lambda: self._fetch_and_assemble(loaded))
@@ -125,8 +131,8 @@ class BatchFeed:
             batch=loaded.batch,
             arrays=arrays,
             num_dropped=num_dropped,
-            wait_s=read - started,
-            fetch_s=time.perf_counter() - read,
+            wait_s=wait_s,
+            fetch_s=time.perf_counter() - started - wait_s,
             bytes_fetched=_count_bytes(loaded.batch, loaded.payloads),
         )
 
@@ -165,9 +171,9 @@ class BatchFeed:
                 f"batch {step} was written for {batch.num_data_ranks} data ranks, this trainer has "
                 f"{self.world.size}"
             )
+        loaded = _Loaded(batch, time.perf_counter())
         if self.settings.replay:
             check_routing(batch)
-        loaded = _Loaded(batch)
         ahead = within_budget(self._needed(batch), self.settings.prefetch_budget_bytes)
         if ahead:
             loaded.payloads |= self.client.fetch(ahead, self.settings.fetch_timeout_s)
