@@ -32,8 +32,8 @@ class Kind(IntEnum):
 
 
 Handler = Callable[[int, bytes, float, bytes], None]
-"""(kind, request id, number, body). The number is a deadline in seconds (RUN, GROUP), or how many blobs were
-kept (DONE, FAILED)."""
+"""(kind, request id, number, body). The number is a deadline in seconds (RUN, GROUP), or 1 when
+something may have been kept, else 0 (DONE, FAILED)."""
 
 
 class Channel(asyncio.Protocol):

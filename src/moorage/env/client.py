@@ -286,29 +286,26 @@ class EnvClient:
         return episodes
 
     async def _take_over(self, run: _Call, episodes: list[WireEpisode]) -> None:
-        run.ack = asyncio.get_running_loop().create_future()
+        ack = run.ack = asyncio.get_running_loop().create_future()
+        ack.add_done_callback(lambda _: self._calls.pop(run.id, None))
         self._decide(run.id)
         self._add(self._acks, run.id)
         try:
-            owned = await asyncio.shield(run.ack)
+            owned = await asyncio.shield(ack)
         except asyncio.CancelledError:
-            if await self._settled(run):
-                self._abandoned += episodes
+            # whatever else happens to this caller: when the answer comes, the episodes go where it says
+            ack.add_done_callback(lambda _: self._orphan(ack, episodes))
+            await asyncio.wait({ack}, timeout=2 * wire.PING_S)
             raise
-        finally:
-            self._calls.pop(run.id, None)
         if not owned:
             raise EnvServerError(
                 "worker_died", f"env server {self.address} lost episode {run.id} before its ack"
             )
 
-    async def _settled(self, run: _Call) -> bool:
-        """Whether an ack on its way made the run ours. In doubt it did not: `bye` frees what is left."""
-        assert run.ack is not None
-        with contextlib.suppress(TimeoutError, EnvServerError):
-            async with asyncio.timeout(2 * wire.PING_S):
-                return await asyncio.shield(run.ack)
-        return False
+    def _orphan(self, ack: asyncio.Future[bool], episodes: list[WireEpisode]) -> None:
+        """The caller was cancelled. Without an answer they are not ours: `bye` frees what is left."""
+        if ack.exception() is None and ack.result():
+            self._abandoned += episodes
 
     async def _give_up(self, run: _Call) -> None:
         """Cancel a run that nobody wants any more, and wait (bounded) until it is ended."""

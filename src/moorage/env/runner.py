@@ -23,7 +23,8 @@ from moorage.core.errors import EnvServerError
 from moorage.engine.generate import GenerateClient
 from moorage.engine.render import RendererPool
 from moorage.env.detectors import make_detectors
-from moorage.env.keep import keep_episode, read_payload
+from moorage.env.keep import Keeper, keep_episode
+from moorage.env.keeping import Keeping
 from moorage.env.model_client import ModelService, MooredClientConfig, policy_client, serving
 from moorage.env.protocol import RunRollout, check_size, encode
 from moorage.env.resolve import load_env, task_from_wire
@@ -64,8 +65,7 @@ class Runner:
             assignment.spool_root, assignment.attempt_key, config.spool_budget_mib << 20, create=False
         )
         self.detectors = make_detectors(config.detectors, config.model_path)
-        self.detectors = make_detectors(config.detectors, config.model_path)
-        self._kept: dict[str, int] = {}
+        self.keeping = Keeping(self.spool)
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
@@ -83,11 +83,8 @@ class Runner:
                 yield
         finally:
             await engine.close()
+            self.keeping.close()
             self.spool.close()
-
-    def take_kept(self, request_id: str) -> int:
-        """How many blobs lie in the spool for this request, which is over."""
-        return self._kept.pop(request_id, 0)
 
     async def run(self, request_id: str, request: RunRollout, n: int | None, deadline_s: float) -> bytes:
         """One episode (`n` None) or a scored group of `n`; the body of the reply."""
@@ -114,29 +111,14 @@ class Runner:
         )
 
     async def _keep(self, request_id: str, episode: vf.Episode) -> None:
-        args = (
-            episode,
-            self.spool,
-            request_id,
-            self.turns,
-            self.assignment.payload_url,
-            self.assignment.store,
-            self.detectors,
-        )
-        if not any(node.sampled for trace in episode.traces for node in trace.nodes):
-            keep_episode(*args)  # nothing to write
-            return
-        keeping = asyncio.ensure_future(asyncio.to_thread(keep_episode, *args))
-        try:
-            await asyncio.shield(keeping)
-        finally:  # a thread cannot be cancelled: what it keeps has to be known before this run may end
-            await asyncio.wait({keeping})
-            kept = sum(
-                len(payload.branches)
-                for trace in episode.traces
-                if (payload := read_payload(trace)) is not None
-            )
-            self._kept[request_id] = self._kept.get(request_id, 0) + kept
+        def keep(keeper: Keeper) -> None:
+            url, store = self.assignment.payload_url, self.assignment.store
+            keep_episode(episode, keeper, request_id, self.turns, url, store, self.detectors)
+
+        if any(node.sampled for trace in episode.traces for node in trace.nodes):
+            await self.keeping.keep(request_id, keep)
+        else:
+            keep(self.spool)  # nothing to write
 
     def _task(self, request: RunRollout) -> vf.Task:
         try:

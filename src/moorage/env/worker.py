@@ -99,7 +99,7 @@ class Worker:
     async def _run(self, request_id: bytes, method: bytes, deadline_s: float, body: bytes) -> None:
         assert self.channel is not None
         outcome = await self._outcome(request_id, method, deadline_s, body)
-        kept = self.runner.take_kept(request_id.decode())
+        kept = self.runner.keeping.take(request_id.decode())
         if isinstance(outcome, EnvServerError):
             self.channel.send(Kind.FAILED, request_id, kept, encode_error(outcome.kind, str(outcome)))
         else:

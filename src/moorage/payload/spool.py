@@ -79,15 +79,23 @@ class Spool:
         """Write down that this process is the env server whose spool this is."""
         write_owner(self.folder)
 
-    def keep(self, request_id: str, buffers: Sequence[Buffer], timeout_s: float = 60.0) -> str:
+    def keep(
+        self,
+        request_id: str,
+        buffers: Sequence[Buffer],
+        timeout_s: float = 60.0,
+        given_up: threading.Event | None = None,
+    ) -> str:
         """Write one blob under `request_id` and return its id (32 hex digits). Blocks: call it in a thread.
 
-        Waits at most `timeout_s` for room in the budget. Raises PayloadError: no room, disk failure, or the
-        request was discarded meanwhile. After an error nothing of the blob is left.
+        Waits at most `timeout_s`, or until `given_up`, for room in the budget. Raises PayloadError: no room,
+        given up, disk failure, or the request was discarded meanwhile. After an error nothing of the blob is
+        left.
         """
         blob_id = secrets.token_hex(16)
         folder = self.folder / check_name(request_id, "request id")
-        self._reserve(blob_id, request_id, nbytes_of(buffers), time.monotonic() + timeout_s)
+        given_up = given_up or threading.Event()
+        self._reserve(blob_id, request_id, nbytes_of(buffers), time.monotonic() + timeout_s, given_up)
         path = folder / f"{blob_id}{SUFFIX}"
         try:
             write_blob(path, buffers)
@@ -106,13 +114,17 @@ class Spool:
         self._check_discarded(request_id, folder)
         return blob_id
 
-    def _reserve(self, blob_id: str, request_id: str, nbytes: int, deadline: float) -> None:
+    def _reserve(
+        self, blob_id: str, request_id: str, nbytes: int, deadline: float, given_up: threading.Event
+    ) -> None:
         if nbytes > self.budget_bytes:
             raise PayloadError(
                 f"a payload of {nbytes} bytes is larger than the whole spool budget of {self.budget_bytes}; "
                 f"raise payload.spool_budget_mib"
             )
         while True:
+            if given_up.is_set():
+                raise PayloadError(f"request {request_id} was given up while its payloads were kept")
             with self._lock, self._journal.lock(deadline):
                 self._catch_up()
                 if self._account.held_bytes + nbytes <= self.budget_bytes:
@@ -124,7 +136,7 @@ class Spool:
                     f"spool {self.folder} is full: {held} of {self.budget_bytes} bytes are held and none was "
                     f"freed in time for {nbytes} more; raise payload.spool_budget_mib or free sooner"
                 )
-            time.sleep(_POLL_S)
+            given_up.wait(_POLL_S)
         self._check_discarded(request_id, self.folder / request_id)
 
     def _check_discarded(self, request_id: str, folder: Path) -> None:
