@@ -88,6 +88,7 @@ class Broker:
         self.counts = Counts()
         self.address = ""
         self.fatal: str | None = None
+        self.on_ready: Callable[[], None] = lambda: None
         self._owner = TaskOwner("broker")
         self._busy: set[tuple[bytes, bytes]] = set()
         self._stream_thread = ThreadPoolExecutor(1, "streams")
@@ -261,7 +262,10 @@ class Broker:
             self.streams.close_all()
             await self._runs.wait_over({other.key for other in displaced}, wire.CANCEL_S)
             await self.store.discard_all("env_server", request.adopt)
+        was_ready = self.store.ready
         await self.store.adopt(request.adopt)
+        if not was_ready:
+            self.on_ready()
         return wire.HelloReply(
             env_id=self.environment.env_id,
             num_tasks=self.streams.num_tasks,
@@ -415,6 +419,19 @@ def _on_bug(broker: Broker, loop: asyncio.AbstractEventLoop, context: dict[str, 
         broker.fail(f"a bug in the broker: {context['exception']!r}")
 
 
+def _describe(broker: Broker) -> dict[str, Any]:
+    """The address file. The payload url is null until the store has adopted what it has to."""
+    store = broker.store
+    return {
+        "rpc": broker.address,
+        "payload": store.url if store.ready else None,
+        "spool": store.folder,
+        "store": store.name,
+        "node": node_name(),
+        "pid": os.getpid(),
+    }
+
+
 async def serve(config: EnvServerConfig, token: str, environment: Environment, nursery: Nursery) -> int:
     """Run one env server until it is told to stop. Returns the exit code."""
     broker = Broker(config, token, environment, nursery)
@@ -428,17 +445,8 @@ async def serve(config: EnvServerConfig, token: str, environment: Environment, n
     await broker.start()
     try:
         with Heartbeat(run, process_name):
-            write_json_atomic(
-                address_file,
-                {
-                    "rpc": broker.address,
-                    "payload": broker.store.url,
-                    "spool": broker.store.folder,
-                    "store": broker.store.name,
-                    "node": node_name(),
-                    "pid": os.getpid(),
-                },
-            )
+            broker.on_ready = lambda: write_json_atomic(address_file, _describe(broker))
+            broker.on_ready()
             log.info("serving %s on %s", broker.environment.env_id, broker.address)
             await broker.wait_stopped()
     finally:

@@ -46,6 +46,7 @@ class Store:
         )
         self.restarts = 0
         self._adopted = False
+        self.ready = not (self.retained and config.attempt > 1)
         self._service = PayloadService(self.root, config.source.host, config.payload_port, token)
         self._spool: Spool | None = None
         # one thread: keeps discards in order, and is the parent the kernel knows of the service process
@@ -100,7 +101,10 @@ class Store:
             self._failure = error
 
     async def adopt(self, blob_ids: Iterable[str]) -> None:
-        """Take what the resumed run still needs from earlier attempts, and remove the rest of theirs."""
+        """Take what the resumed run still needs from earlier attempts, and remove the rest of theirs.
+
+        Then the store is `ready`. Until it is, a retained blob is not found here, so nobody should ask.
+        """
         if self._adopted:
             return
         self._adopted = True
@@ -118,6 +122,7 @@ class Store:
                 )
 
         await self._call(adopt)
+        self.ready = True
 
     async def discard_all(self, holder: str, retain: Iterable[str] = ()) -> None:
         """Free everything but `retain`."""

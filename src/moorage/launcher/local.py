@@ -23,12 +23,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moorage.core.rundir import Heartbeat, write_end, write_json_atomic
+from moorage.core.rundir import Heartbeat, RunDir, write_end, write_json_atomic
+from moorage.exchange.batches import read_owned_slices
 from moorage.launcher import children as processes
 from moorage.launcher.children import Child
 from moorage.launcher.farewell import Identity, Station, read_stations, say_bye
 from moorage.launcher.plan import STOP_ORDER, Death, Plan, ProcessRecord, decide, first_cause
 from moorage.launcher.progress import Progress
+from moorage.launcher.resume import whole_checkpoints
 from moorage.records.payload import Ledger
 
 POLL_S = 0.05
@@ -168,13 +170,21 @@ class LocalRun:
 
     def _say_bye(self, stations: list[Station]) -> None:
         identity = Identity(self.token, self.plan.run_id, self.plan.attempt)
-        self.outcome.ledgers = say_bye(stations, identity, timeout_s=0.0 if self._hurry() else BYE_S)
+        timeout_s = 0.0 if self._hurry() else BYE_S
+        retain = list_retained(self.plan.run) if self.plan.retains else ()
+        self.outcome.ledgers = say_bye(stations, identity, retain=retain, timeout_s=timeout_s)
 
     def _of_kind(self, kind: str) -> list[Child]:
         return [child for child in self._running if child.record.kind == kind]
 
     def _hurry(self) -> bool:
         return len(self._signals) > 1
+
+
+def list_retained(run: RunDir) -> list[str]:
+    """Payloads of the batches behind the newest whole checkpoint: a resumed attempt trains on them again."""
+    covered = whole_checkpoints(run)[-1:] or [0]
+    return [payload.id for payload in read_owned_slices(run, covered[0] + 1)]
 
 
 def remove_spool(station: Station, run_id: str) -> None:

@@ -47,7 +47,8 @@ class ProcessRecord:
 class Plan:
     """All processes of one attempt, in the order in which they are started, and their config files.
 
-    `external`: source (`<split>/<name>`) and RPC address of env servers that somebody else runs.
+    `external`: source (`<split>/<name>`) and RPC address of env servers that somebody else runs. `retains`:
+    payloads of batches that no whole checkpoint covers outlive the attempt.
     """
 
     run: RunDir
@@ -58,6 +59,7 @@ class Plan:
     configs: Mapping[Path, Any]
     start_step: int = 1
     external: tuple[tuple[str, str], ...] = ()
+    retains: bool = False
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,7 @@ def make_plan(
         configs=configs,
         start_step=facts.start_step,
         external=external,
+        retains=derived.trainer.payload.retain == "checkpoint",
     )
 
 

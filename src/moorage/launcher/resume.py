@@ -19,7 +19,7 @@ from pathlib import Path
 
 from moorage.core.errors import ConfigError
 from moorage.core.parent import process_birth
-from moorage.core.rundir import RunDir, read_json, step_of
+from moorage.core.rundir import RunDir, read_json, ready_steps, step_of
 
 HARMLESS = frozenset({"run.toml", "configs", ".lock"})
 LEAVE_WITHIN_S = 30.0
@@ -96,10 +96,23 @@ def clean_after(run: RunDir, step: int, *, keep_batches: bool) -> None:
             number = re.match(r"\.?step_(\d+)", path.name)
             if number and (int(number[1]) > step or path.name.startswith(".")):
                 shutil.rmtree(path, ignore_errors=True)
+    if keep_batches:
+        _remove_batches_behind_a_gap(run, step)
     shutil.rmtree(run.alive, ignore_errors=True)
     shutil.rmtree(run.envs, ignore_errors=True)
     run.end.unlink(missing_ok=True)
     run.summary.unlink(missing_ok=True)
+
+
+def _remove_batches_behind_a_gap(run: RunDir, step: int) -> None:
+    """Keep the batches that follow `step` without a gap: nobody would write a missing one, so what lies
+    behind it cannot be trained (the earlier attempt did not retain its batches)."""
+    expected = step + 1
+    for number in ready_steps(run.batches):
+        if number == expected:
+            expected += 1
+        elif number > expected:
+            shutil.rmtree(run.batch(number), ignore_errors=True)
 
 
 def wait_for_leavers(run: RunDir, within_s: float = LEAVE_WITHIN_S) -> None:

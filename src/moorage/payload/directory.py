@@ -3,7 +3,7 @@
 A reference names its store (`<split>/<name>.<node>`); the address file `envs/<split>/<name>.<node>.address`
 of the run folder says the url of now (after a restart it is another one) and the spool. Promises:
 
-- without a run folder or an address file the url of the reference serves;
+- without a run folder or an address file the url of the reference serves; a null url means: not yet;
 - a store of this node is read from its own journal and files, so a blob that was freed is not found, exactly
   as over HTTP; whatever goes wrong there is no error, the caller goes on over HTTP.
 """
@@ -100,8 +100,11 @@ class StoreDirectory:
         self._local: dict[str, LocalStore] = {}
 
     def url(self, ref: PayloadRef | PayloadSlice) -> str:
-        """The payload url of the reference's store."""
+        """The payload url of the reference's store. Raises ConnectionError while it has none: it has yet to
+        adopt what an earlier attempt kept, and would not find it."""
         address = self._address(ref.store)
+        if address is not None and "payload" in address and address["payload"] is None:
+            raise ConnectionError(f"store {ref.store} has not adopted the payloads of earlier attempts yet")
         return (address or {}).get("payload") or ref.url
 
     def local(self, ref: PayloadRef | PayloadSlice) -> LocalStore | None:

@@ -112,6 +112,8 @@ def _read_addresses(run: RunDir) -> dict[str, dict[str, Any]]:
 
 
 def _ask(client: PayloadClient, store: str, address: Mapping[str, Any], limit: int) -> StoreAccount:
+    if address["payload"] is None:
+        return StoreAccount(store, "service", problem="the store waits for the orchestrator of this attempt")
     try:
         answer = client.stats(address["payload"], _ANSWER_S, outstanding=limit)
     except PayloadError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from moorage.core.errors import ConfigError
-from moorage.core.rundir import RunDir, mark_ready, write_end, write_json_atomic
+from moorage.core.rundir import RunDir, mark_ready, ready_steps, write_end, write_json_atomic
 from moorage.launcher import resume
 
 
@@ -70,6 +71,14 @@ def test_retained_batches_stay(tmp_path: Path) -> None:
     run = make_run(tmp_path, checkpoints=(4,))
     resume.clean_after(run, 4, keep_batches=True)
     assert run.batch(6).exists()
+
+
+def test_retained_batches_behind_a_gap_go(tmp_path: Path) -> None:
+    """An attempt that did not retain its batches deleted the first of them: nobody could train the others."""
+    run = make_run(tmp_path, checkpoints=(3,))
+    shutil.rmtree(run.batch(4))
+    resume.clean_after(run, 3, keep_batches=True)
+    assert ready_steps(run.batches) == [1, 2, 3]
 
 
 def test_clean_removes_only_what_lies_below_the_output_folder(tmp_path: Path) -> None:
