@@ -23,25 +23,22 @@ import uuid
 from typing import Any, cast
 
 from moorage.config.base import make_config
-from moorage.config.env import EnvServerConfig, EvalSourceConfig
 from moorage.config.evaluation import EvaluationConfig
 from moorage.config.orchestrator import OrchestratorConfig
-from moorage.config.run import InferenceProcessConfig
 from moorage.core.aio import TaskOwner
-from moorage.core.errors import ConfigError, EngineError, EnvServerError
+from moorage.core.errors import ConfigError, EnvServerError
 from moorage.core.log import get_logger, setup_logging
-from moorage.core.net import find_free_port, node_name
 from moorage.core.parent import watch_parent
 from moorage.core.rundir import Heartbeat, PeerWatch, RunDir, read_json, write_json_atomic
 from moorage.engine.fleet import Fleet
 from moorage.env.provenance import stamp
-from moorage.launcher import children
-from moorage.launcher.plan import ProcessRecord
 from moorage.orchestrator.admission import Admission
 from moorage.orchestrator.connect import Identity, check_eval_size, connect_source
 from moorage.orchestrator.dispatcher import Dispatcher
 from moorage.orchestrator.environments import Environment, Limits
 from moorage.orchestrator.episodes import EpisodeLog
+from moorage.orchestrator.eval_progress import Progress
+from moorage.orchestrator.eval_servers import Servers
 from moorage.orchestrator.eval_sink import EvalSink
 from moorage.orchestrator.events import Event, episodes_of, read_payloads
 from moorage.orchestrator.holdings import Holdings
@@ -50,10 +47,10 @@ from moorage.orchestrator.policy import Policy
 from moorage.orchestrator.results import Earlier, read_earlier, render_results
 from moorage.orchestrator.sources import EvalPass, Source, resolve_eval
 from moorage.payload.client import PayloadClient
+from moorage.records.payload import Ledger
 
 log = get_logger(__name__)
 
-PROGRESS_S = 2.0
 TOKEN_VARIABLE = "MOORAGE_TOKEN"
 
 
@@ -122,82 +119,6 @@ def _token(config: EvaluationConfig) -> str:
     return secrets.token_hex(32)
 
 
-class Servers:
-    """The engine and env servers that this measurement starts, as children with a log file each."""
-
-    def __init__(self, config: EvaluationConfig, run: RunDir, token: str) -> None:
-        self.config = config
-        self.run = run
-        self.token = token
-        self.run_id = uuid.uuid4().hex
-        self.endpoint = config.endpoint or ""
-        self._children: list[children.Child] = []
-
-    def start(self) -> None:
-        """Start what is needed; from the main thread."""
-        if not self.endpoint:
-            port = self.config.inference.port or find_free_port(self.config.inference.host)
-            self.endpoint = f"http://{self.config.inference.host}:{port}"
-            self._start("inference", "inference", self._engine_config(port))
-        for source in self.config.sources:
-            if source.address is None:
-                name = f"envs/eval/{source.name}.{node_name()}"
-                self.run.address("eval", f"{source.name}.{node_name()}").unlink(missing_ok=True)
-                self._start(name, "env-server", self._env_config(source))
-
-    def _engine_config(self, port: int) -> InferenceProcessConfig:
-        inference = self.config.inference
-        settings = {
-            "port": port,
-            "replicas": 1,
-            "max_model_len": inference.max_model_len or self.config.seq_len,
-            "dtype": self.config.model.dtype if inference.dtype == "auto" else inference.dtype,
-            "seed": self.config.seed if inference.seed is None else inference.seed,
-            "routed_experts": False,
-            "sampling_mask": False,
-        }
-        return InferenceProcessConfig(
-            inference=inference.model_copy(update=settings), model=self.config.model, run_dir=str(self.run)
-        )
-
-    def _env_config(self, source: EvalSourceConfig) -> EnvServerConfig:
-        data = {
-            "source": source,
-            "split": "eval",
-            "model_path": self.config.model.path,
-            "renderer": self.config.model.renderer,
-            "run_dir": str(self.run),
-            "run_id": self.run_id,
-            "request_timeout_s": self.config.inference.request_timeout_s,
-        }
-        return make_config(EnvServerConfig, data)
-
-    def _start(self, name: str, command: str, config: EnvServerConfig | InferenceProcessConfig) -> None:
-        path = self.run.configs / f"{name}.json"
-        write_json_atomic(path, config.model_dump(mode="json"))
-        argv = (sys.executable, "-m", "moorage.cli.main", command, "@", str(path))
-        self._children.append(
-            children.start(ProcessRecord(name, command, argv, self.run.log(name)), self.token)
-        )
-
-    async def watch(self) -> None:
-        """Raise when a child ends, with its last error. Unblocked by that, or cancelled."""
-        while True:
-            for child in self._children:
-                code = child.poll()
-                if code is not None:
-                    error = EngineError if child.record.kind == "inference" else EnvServerError
-                    text = f"{child.record.name} ended with {code}: {children.error_line(child.record.log)}"
-                    raise error(text) if error is EngineError else EnvServerError("unreachable", text)
-            await asyncio.sleep(0.2)
-
-    def stop(self) -> None:
-        """End all children, env servers before the engine."""
-        ordered = sorted(self._children, key=lambda child: child.record.kind == "inference")
-        for child in ordered:
-            children.stop([child], timeout_s=10.0)
-
-
 async def _measure(
     config: EvaluationConfig, run: RunDir, token: str, servers: Servers, stop: asyncio.Event
 ) -> bool:
@@ -221,15 +142,19 @@ async def _measure(
         done = await evaluation.run(stop)
         for environment in environments.values():
             with contextlib.suppress(EnvServerError):
-                log.info(
-                    "payloads of %s at the end: %s", environment.source.name, await environment.client.bye()
-                )
+                _log_payloads(environment.source.name, await environment.client.bye())
         return done
     finally:
         for environment in environments.values():
             await environment.client.close()
         await fleet.close()
         await asyncio.to_thread(client.close)
+
+
+def _log_payloads(source: str, ledger: Ledger) -> None:
+    """The line at the end: everything that was kept must have been freed."""
+    freed = sum(ledger.freed.values())
+    log.info("%s: %d payloads kept, %d freed, %d left", source, ledger.kept, freed, ledger.outstanding)
 
 
 def as_orchestrator(config: EvaluationConfig) -> OrchestratorConfig:
@@ -290,7 +215,9 @@ class Evaluation:
         self._owner.start(self.holdings.run(), "releases", forever=True)
         self._owner.start(self.episodes.run(), "episodes", forever=True)
         self._owner.start(self.dispatcher.run(), "dispatch", forever=True)
-        self._owner.start(self._report(), "progress", forever=True)
+        total = sum(self.sizes[name] * each.source.group_size for name, each in self.environments.items())
+        progress = Progress(total, lambda: (self.num_done, self.dispatcher.groups.in_flight("eval")))
+        self._owner.start(progress.run(), "progress", forever=True)
         work = self._owner.start(self._collect(), "collect")
         stopping = asyncio.create_task(stop.wait())
         failing = asyncio.create_task(self._owner.wait_failed())
@@ -301,10 +228,13 @@ class Evaluation:
             for task in (stopping, failing):
                 task.cancel()
             await self._close()
+            progress.close()
         if self.sink.open_passes:
             return False
-        write_json_atomic(self.run_dir.root / "results.json", self.results)
+        path = self.run_dir.root / "results.json"
+        write_json_atomic(path, self.results)
         print(render_results(self.results), flush=True)
+        log.info("all figures: %s", path)
         return True
 
     def _whole_sizes(self) -> dict[str, int]:
@@ -347,13 +277,6 @@ class Evaluation:
         self.results[pass_.source.name] = {
             name.removeprefix(prefix): metrics[name] for name in sorted(metrics)
         }
-
-    async def _report(self) -> None:
-        total = sum(self.sizes[name] * each.source.group_size for name, each in self.environments.items())
-        while True:
-            await asyncio.sleep(PROGRESS_S)
-            running = self.dispatcher.groups.in_flight("eval")
-            print(f"{self.num_done}/{total} episodes, {running} running", file=sys.stderr, flush=True)
 
     async def _close(self) -> None:
         await self._owner.close()

@@ -62,15 +62,19 @@ def render_results(results: Mapping[str, Mapping[str, float]]) -> str:
         {name for row in results.values() for name in row if "/" not in name and name.startswith(HEADLINES)},
         key=_column_order,
     )
-    rows = [["source", *columns]]
-    rows += [
-        [name, *(f"{row[column]:.4g}" if column in row else "" for column in columns)]
-        for name, row in sorted(results.items())
-    ]
+    rows = [["source", *(name.removeprefix("num_") for name in columns)]]
+    rows += [[name, *(_cell(row, column) for column in columns)] for name, row in sorted(results.items())]
     widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
+    rows.insert(1, ["-" * width for width in widths])
     return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
     )
+
+
+def _cell(row: Mapping[str, float], column: str) -> str:
+    if column not in row:
+        return ""
+    return f"{row[column]:.0f}" if column.startswith("num_") else f"{row[column]:.4f}"
 
 
 def _column_order(name: str) -> tuple[int, int, str]:
