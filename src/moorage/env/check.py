@@ -39,7 +39,7 @@ def run(config: EnvServerConfig, endpoint: str, model: str = "policy", console: 
     Returns 0 when the episode is ok, 1 when it is not. Raises ConfigError for an environment that cannot be
     served.
     """
-    console = console or Console()
+    console = console or Console(soft_wrap=True)
     raise_file_limit(config.source.max_concurrent)
     with _scratch(config) as scratch:
         return asyncio.run(_check(scratch, endpoint, model, console))
@@ -83,7 +83,7 @@ async def _check(config: EnvServerConfig, endpoint: str, model: str, console: Co
             f"{', scores groups' if hello.scores_groups else ''}"
         )
         sampled = await client.sample(source)
-        _show("task", {k: v for k, v in sampled.task.items() if v not in (None, [], {}, "")}, console)
+        _show("task", _own_fields(sampled.task), console)
         sampling = config.source.sampling.model_dump(exclude_none=True) if config.source.sampling else {}
         call = RolloutCall(sampled.task, model, endpoint, None, sampling, config.source.deadline_s)
         if hello.scores_groups:
@@ -98,6 +98,12 @@ async def _check(config: EnvServerConfig, endpoint: str, model: str, console: Co
         await client.close()
         broker.request_stop()
         await serving
+
+
+def _own_fields(task: dict[str, Any]) -> dict[str, Any]:
+    """What the environment's author wrote: fields that differ from what every task has."""
+    usual = vf.TaskData(prompt=None).model_dump(mode="json")
+    return {name: value for name, value in task.items() if value != usual.get(name)}
 
 
 def show_episode(episode: WireEpisode, console: Console) -> None:
