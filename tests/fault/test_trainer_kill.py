@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import threading
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from moorage.core.rundir import mark_ready, ready_steps
+from moorage.records.sample import TrainSample
 from moorage.trainer.state import whole_checkpoints
 from tests.support.training import SyntheticRun
 
@@ -120,23 +123,26 @@ def test_ten_kills_at_random_moments_never_corrupt_the_run(tmp_path: Path, dense
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("resumed_ranks", [1, 4])
-def test_a_checkpoint_of_two_ranks_resumes_on_one_and_on_four(
-    tmp_path: Path, dense_model: Path, resumed_ranks: int
-) -> None:
+@pytest.mark.timeout(400)
+def test_a_checkpoint_of_two_ranks_resumes_on_one_and_on_four(tmp_path: Path, dense_model: Path) -> None:
     losses = []
-    for ranks in (2, resumed_ranks):
-        with SyntheticRun(tmp_path / f"to_{ranks}", num_ranks=2) as run:
-            for step in (1, 2):
-                run.write_step(step)
-            assert run.start_trainer(_short(run, dense_model, 1, 2, 2)).wait(280) == 0, run.log_text()
+    with SyntheticRun(tmp_path, num_ranks=2) as run:
+        for step in (1, 2):
+            run.write_step(step)
+        first = run.config(dense_model, 2, checkpoint__interval=2)
+        assert run.start_trainer(first).wait(280) == 0, run.log_text()
+        samples = run.make_samples(8)
+        for ranks in (2, 1, 4):
             run.num_ranks = ranks
-            run.write_step(3)
-            assert run.start_trainer(_short(run, dense_model, 3, 3, ranks)).wait(280) == 0, run.log_text()
+            run.write_samples(3, [_keep_again(run, sample) for sample in samples])
+            resumed = run.config(dense_model, 3, facts__start_step=3)
+            assert run.start_trainer(resumed).wait(280) == 0, run.log_text()
             losses.append(run.metrics()[-1]["loss"])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+            shutil.rmtree(run.run.batch(3))
+            shutil.rmtree(run.run.weight(3))
+    assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-5)
 
 
-def _short(run: SyntheticRun, model: Path, start: int, last: int, ranks: int):
-    return run.config(model, last, facts__start_step=start, trainer__num_ranks=ranks, checkpoint__interval=2)
+def _keep_again(run: SyntheticRun, sample: TrainSample) -> TrainSample:
+    """The same sample with a payload of its own: a step frees what it trained on."""
+    return msgspec.structs.replace(sample, payload=run.keep(run.kept[sample.payload.id]))

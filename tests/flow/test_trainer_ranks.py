@@ -100,12 +100,15 @@ def _two_rank_layouts() -> list[dict[str, Any]]:
 @pytest.mark.parametrize("kind", ["dense", pytest.param("moe", marks=pytest.mark.slow)])
 def test_one_and_two_ranks_train_alike(tmp_path: Path, dense_model: Path, moe_model: Path, kind: str) -> None:
     model, routing = (dense_model, None) if kind == "dense" else (moe_model, [2, 2, 8])
-    one = _run(tmp_path, model, 1, _one_rank_layouts(), dtype="float64", routing=routing)
-    for layout in _one_rank_layouts()[1:]:
+    alone, together = _one_rank_layouts(), _two_rank_layouts()
+    if kind == "moe":  # experts run one by one in float64: fewer layouts
+        alone, together = alone[:3], together[:4]
+    one = _run(tmp_path, model, 1, alone, dtype="float64", routing=routing)
+    for layout in alone[1:]:
         _compare(one, one, layout["name"])
     _bitwise(one, "whole", "again")
-    two = _run(tmp_path, model, 2, _two_rank_layouts(), dtype="float64", routing=routing)
-    for layout in _two_rank_layouts():
+    two = _run(tmp_path, model, 2, together, dtype="float64", routing=routing)
+    for layout in together:
         _compare(one, two, layout["name"])
         _check_published(two, layout["name"])
     _bitwise(two, "shard", "again")

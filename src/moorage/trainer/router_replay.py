@@ -91,6 +91,7 @@ class RouterReplay:
             raise ConfigError(f"{name} chooses {top_k} of {num_experts} experts, other routers differ")
         run: Callable[..., Any] = router.forward
 
+        @torch.compiler.disable  # a compiled block must not look past the interposed call
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self._forced is None and not self._recording:
                 return run(*args, **kwargs)
