@@ -37,8 +37,10 @@ def main(argv: list[str] | None = None) -> int:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean `{near[0]}`?" if near else f"commands: {', '.join(COMMANDS)}"
         return _fail(f"unknown command {name!r}; {hint}", 2)
+    from moorage.core.collector import relax_collector
     from moorage.core.errors import ConfigError, MoorageError
 
+    relax_collector()
     module = importlib.import_module(COMMANDS[name][0])
     try:
         return module.run(name, args[1:])

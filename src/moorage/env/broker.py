@@ -32,6 +32,7 @@ import zmq
 
 from moorage.config.env import EnvServerConfig
 from moorage.core.aio import TaskOwner
+from moorage.core.collector import settle_collector
 from moorage.core.errors import ConfigError, EnvServerError
 from moorage.core.log import get_logger, setup_logging
 from moorage.core.net import advertised_host, node_name
@@ -470,5 +471,6 @@ def main(config: EnvServerConfig) -> int:
     nursery = Nursery(config.model_path, config.renderer)
     nursery.start()  # it loads the environment library while this process does
     environment = load_environment(config)
+    settle_collector()
     logging.getLogger("verifiers").setLevel("WARNING")
     return asyncio.run(serve(config, token, environment, nursery))

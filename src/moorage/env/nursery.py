@@ -25,6 +25,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 
+from moorage.core.collector import relax_collector
 from moorage.core.log import get_logger
 
 PRELOAD = (
@@ -141,6 +142,7 @@ def run_nursery(fd: int, model_path: str, renderer: str) -> int:
     """Serve fork requests on `fd` until the broker is gone."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the broker decides
+    relax_collector()
     for name in PRELOAD:
         importlib.import_module(name)
     _load_renderer(model_path, renderer)

@@ -34,6 +34,7 @@ import os
 import signal
 
 from moorage.config.run import OrchestratorProcessConfig
+from moorage.core.collector import settle_collector
 from moorage.core.errors import ConfigError, MoorageError
 from moorage.core.log import get_logger, setup_logging
 from moorage.core.parent import watch_parent
@@ -106,6 +107,7 @@ async def run_attempt(config: OrchestratorProcessConfig, run: RunDir, stop: asyn
             await asyncio.gather(setup, return_exceptions=True)
             return False
         state, live_version = setup.result()
+        settle_collector()
         evals = {name: each for (split, name), each in environments.items() if split == "eval"}
         parts = Parts(
             train={name: each[0] for (split, name), each in environments.items() if split == "train"},

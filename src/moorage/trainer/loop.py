@@ -22,6 +22,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from moorage.config.run import TrainerProcessConfig
+from moorage.core.collector import settle_collector
 from moorage.core.errors import MoorageError, RunEnded
 from moorage.core.log import get_logger, setup_logging
 from moorage.core.parent import watch_parent
@@ -51,6 +52,7 @@ def main(config: TrainerProcessConfig) -> int:
         from moorage.trainer.session import Session  # torch takes seconds: the heart beats before
 
         session = Session(config, run, stop)
+        settle_collector()
         session.train()
         return 0
     except RunEnded as ended:

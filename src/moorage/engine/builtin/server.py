@@ -15,6 +15,7 @@ from pathlib import Path
 
 from moorage.config.run import InferenceProcessConfig
 from moorage.core import net
+from moorage.core.collector import settle_collector
 from moorage.core.errors import ConfigError
 from moorage.core.log import get_logger, setup_logging
 from moorage.core.parent import watch_parent
@@ -69,6 +70,7 @@ async def serve(config: InferenceProcessConfig) -> int:
                 "bound to %s: the control routes are unprotected; keep this network private", inference.host
             )
         print(f"inference engine at {net.format_url(net.advertised_host(inference.host), port)}", flush=True)
+        settle_collector()
         stopped = asyncio.create_task(stop.wait())
         await asyncio.wait({stopped, service.engine.failed}, return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
