@@ -45,8 +45,7 @@ def run_control(kind: str, config: str, steps: int, seed: int, scratch: Path) ->
 
 def judge(kind: str, summary: dict[str, Any]) -> str | None:
     """What is not as expected, or None."""
-    rewards = summary["reward"]
-    first, last = rewards[0], sum(rewards[-3:]) / len(rewards[-3:])
+    first, last = summary["reward_first"], summary["reward_last"]
     if kind == "real":
         return None if last > first + RISE else f"the real reward did not climb: {first:.2f} to {last:.2f}"
     if last > first + RISE:
@@ -70,12 +69,11 @@ def main() -> int:
         for seed in args.seeds:
             for kind in args.kinds:
                 summary = run_control(kind, args.config, args.steps, seed, Path(scratch))
-                rewards = summary["reward"]
                 figures = {
                     "control": kind,
                     "seed": seed,
-                    "reward_first": round(rewards[0], 3),
-                    "reward_last_three": round(sum(rewards[-3:]) / len(rewards[-3:]), 3),
+                    "reward_first": round(summary["reward_first"], 3),
+                    "reward_last_three": round(summary["reward_last"], 3),
                     "mismatch_kl_max": max(summary["mismatch_kl"]),
                 }
                 print(json.dumps(figures), flush=True)

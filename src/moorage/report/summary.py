@@ -37,14 +37,15 @@ def make_summary(run: RunDir, facts: Facts) -> dict[str, Any]:
     orchestrator = read_metrics(run.metrics("orchestrator"))
     trainer = read_metrics(run.metrics("trainer"))
     rewards = _series(orchestrator, "reward/mean")
+    steps = max(trainer, default=0)
     ledger = sum_ledgers(facts.ledgers)
     return {
         "status": facts.status,
         "error": facts.error,
-        "steps": max(trainer, default=0),
+        "steps": steps,
         "wall_s": round(facts.wall_s, 3),
         "step_s": _median(_series(trainer, "time/step")),
-        "reward": rewards,
+        "reward": [orchestrator.get(step, {}).get("reward/mean") for step in range(1, steps + 1)],
         "reward_first": rewards[0] if rewards else None,
         "reward_last": sum(rewards[-TAIL_STEPS:]) / len(rewards[-TAIL_STEPS:]) if rewards else None,
         "eval": _eval_table(orchestrator),
@@ -87,7 +88,7 @@ def sum_ledgers(ledgers: Mapping[str, Ledger | None]) -> Ledger | None:
 def render_summary(summary: Mapping[str, Any]) -> str:
     """A few lines for the terminal."""
     lines = [f"{summary['status']} after {summary['steps']} steps in {summary['wall_s']:.1f} s"]
-    if summary["reward"]:
+    if summary["reward_first"] is not None:
         lines.append(f"reward    {summary['reward_first']:.3f} -> {summary['reward_last']:.3f}")
     episodes = summary["episodes"]
     if episodes["started"] is not None:
