@@ -13,9 +13,9 @@ from moorage.core.rundir import RunDir, read_json, ready_steps
 from moorage.exchange.batches import read_checkpoint_state
 from moorage.orchestrator.progress import State, decode_state
 from moorage.trainer.state import whole_checkpoints
-from tests.flow.jobs import run_job, start_job
+from tests.flow.jobs import run_job, start_job, wait_until
 
-STEPS, SAVED = 14, 4
+STEPS, SAVED = 20, 6
 SAVING = ("--checkpoint.interval", str(SAVED))
 STREAM = "train/reverse_text"
 
@@ -45,6 +45,7 @@ def test_a_killed_orchestrator_is_resumed_without_a_leak_and_skips_no_task(
     killed = start_job(tmp_path, dense_model, *SAVING, max_steps=STEPS)
     try:
         killed.wait_for_step(SAVED + 1)
+        wait_until(lambda: whole_checkpoints(killed.run), 60.0)
         beat = read_json(killed.run.alive / "orchestrator.json")
         assert beat is not None
         os.kill(beat["pid"], signal.SIGKILL)
