@@ -132,21 +132,37 @@ def test_four_ranks_and_replicas_of_shards_train_alike(tmp_path: Path, dense_mod
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_mixed_precision_and_compiled_blocks_train_nearly_alike(tmp_path: Path, dense_model: Path) -> None:
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_compiled_blocks_train_alike(tmp_path: Path, dense_model: Path, moe_model: Path, kind: str) -> None:
     layouts = [
         {"name": "whole", "micro_tokens": 64},
         {"name": "compiled", "micro_tokens": 64, "compile": True},
+    ]
+    model, routing = (dense_model, None) if kind == "dense" else (moe_model, [2, 2, 8])
+    _check_near(_run(tmp_path, model, 1, layouts, dtype="float32", routing=routing), "compiled", 1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_mixed_precision_trains_nearly_alike(tmp_path: Path, dense_model: Path) -> None:
+    layouts = [
+        {"name": "whole", "micro_tokens": 64},
         {"name": "mixed", "micro_tokens": 64, "param_dtype": "bfloat16"},
     ]
     out = _run(tmp_path, dense_model, 1, layouts, dtype="float32")
+    _check_near(out, "mixed", 0.1)
     expected, _ = _load(out, "whole")
-    for name, tolerance in (("compiled", 1e-4), ("mixed", 0.1)):
-        gradients, parameters = _load(out, name)
-        assert {tensor.dtype for tensor in parameters.values()} == {torch.float32}
-        for key, gradient in expected.items():
-            error = float((gradients[key] - gradient).norm() / gradient.norm())
-            assert error < tolerance, (name, key, error)
     assert any(not torch.equal(_load(out, "mixed")[0][key], value) for key, value in expected.items())
+
+
+def _check_near(out: Path, name: str, tolerance: float) -> None:
+    """First gradients near those of the layout `whole`; parameters stay float32."""
+    expected, _ = _load(out, "whole")
+    gradients, parameters = _load(out, name)
+    assert {tensor.dtype for tensor in parameters.values()} == {torch.float32}
+    for key, gradient in expected.items():
+        error = float((gradients[key] - gradient).norm() / gradient.norm())
+        assert error < tolerance, (name, key, error)
 
 
 @pytest.mark.slow

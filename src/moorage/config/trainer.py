@@ -70,7 +70,8 @@ class TrainerConfig(Config):
     """Recompute activations in the backward pass: less memory, more time."""
 
     compile: bool = False
-    """`torch.compile` of each block."""
+    """`torch.compile` of each block; on a CPU it needs a C++ compiler (`CXX`, or g++). Packed attention and
+    replayed routers stay as they are. Compiling takes up to minutes within the first steps."""
 
     router_replay: bool | None = None
     """Mixture of experts: train with the engine's expert choices. None: on for MoE models."""

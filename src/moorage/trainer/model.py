@@ -13,6 +13,9 @@ Does not know: losses, batches, optimizers.
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -84,6 +87,8 @@ def load_model(model: ModelConfig, trainer: TrainerConfig, world: World, seq_len
     from moorage.trainer.selfcheck import check_packing
 
     path = Path(model.path)
+    if trainer.compile:
+        _check_compiler(world.device)
     if not (path / "config.json").is_file():
         raise ConfigError(f"model.path {model.path!r} holds no config.json; give a Hugging Face model folder")
     hide_progress_bars()
@@ -149,6 +154,16 @@ def _check_length(module: torch.nn.Module, path: Path, seq_len: int) -> None:
     longest = getattr(module.config, "max_position_embeddings", None)
     if isinstance(longest, int) and seq_len > longest:
         raise ConfigError(f"seq_len {seq_len} is above the {longest} positions of the model in {path}")
+
+
+def _check_compiler(device: torch.device) -> None:
+    """torch.compile writes C++ for a CPU; without a compiler it would fail in the middle of a step."""
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    if device.type == "cpu" and shutil.which(compiler) is None:
+        raise ConfigError(
+            f"trainer.compile on a CPU needs a C++ compiler, and {compiler!r} is not there; install one, "
+            "name it in the environment variable CXX, or write trainer.compile = false"
+        )
 
 
 def _checkpoint_blocks(module: torch.nn.Module) -> None:
