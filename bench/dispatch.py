@@ -46,8 +46,9 @@ from moorage.orchestrator.holdings import Holdings
 from moorage.orchestrator.outcomes import Outcomes
 from moorage.orchestrator.policy import Policy
 from moorage.orchestrator.progress import Unfinished
+from moorage.orchestrator.sink_records import SinkLimits, TrainSettings
 from moorage.orchestrator.sources import Source, TrainPicker
-from moorage.orchestrator.train_sink import SinkLimits, TrainSettings, TrainSink
+from moorage.orchestrator.train_sink import TrainSink
 
 CAP, GROUP_SIZE, SIGMA = 256, 8, 1.0
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from verifiers.v1 import WireEpisode
 
 from moorage.env.client import RolloutCall
+from moorage.orchestrator.events import read_payloads
+from moorage.orchestrator.holdings import Holdings
 from moorage.orchestrator.sources import Source
+from moorage.records.payload import Ledger
 
 
 class EnvClients(Protocol):
@@ -60,3 +63,22 @@ class Limits:
     max_events: int
     group_deadline_s: float = math.inf
     sample_retry_s: float = 1.0
+
+
+def release_abandoned(environments: Iterable[Environment], holdings: Holdings) -> None:
+    """Take back what became ours while its run was being cancelled, and free it."""
+    for environment in environments:
+        for episode in environment.client.take_abandoned():
+            payloads = read_payloads(episode)
+            holdings.hold(payloads, "dispatcher")
+            holdings.release(payloads, "dispatcher")
+
+
+async def read_ledgers(environments: Iterable[Environment]) -> Ledger:
+    """The account over all their stores. Raises EnvServerError when a server does not answer."""
+    total = Ledger()
+    for environment in environments:
+        answers = await environment.client.ping()
+        for answer in answers if isinstance(answers, list) else [answers]:
+            total = total if answer.ledger is None else total.add(answer.ledger)
+    return total

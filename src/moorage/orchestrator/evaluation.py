@@ -35,12 +35,12 @@ from moorage.env.provenance import stamp
 from moorage.orchestrator.admission import Admission
 from moorage.orchestrator.connect import Identity, check_eval_size, connect_source
 from moorage.orchestrator.dispatcher import Dispatcher
-from moorage.orchestrator.environments import Environment, Limits
+from moorage.orchestrator.environments import Environment, Limits, release_abandoned
 from moorage.orchestrator.episodes import EpisodeLog
 from moorage.orchestrator.eval_progress import Progress
 from moorage.orchestrator.eval_servers import Servers
 from moorage.orchestrator.eval_sink import EvalSink
-from moorage.orchestrator.events import Event, episodes_of, read_payloads
+from moorage.orchestrator.events import Event, episodes_of
 from moorage.orchestrator.holdings import Holdings
 from moorage.orchestrator.outcomes import Outcomes
 from moorage.orchestrator.policy import Policy
@@ -281,15 +281,8 @@ class Evaluation:
     async def _close(self) -> None:
         await self._owner.close()
         await self.dispatcher.close()
-        self._release_abandoned()
+        release_abandoned(self.environments.values(), self.holdings)
         while not self.dispatcher.events.empty():
             self._take(self.dispatcher.events.get_nowait())
         await self.holdings.close()
         await self.episodes.close()
-
-    def _release_abandoned(self) -> None:
-        for environment in self.environments.values():
-            for episode in environment.client.take_abandoned():
-                payloads = read_payloads(episode)
-                self.holdings.hold(payloads, "dispatcher")
-                self.holdings.release(payloads, "dispatcher")

@@ -22,9 +22,9 @@ from moorage.orchestrator.outcomes import Outcomes
 from moorage.orchestrator.policy import PolicyWatcher
 from moorage.orchestrator.progress import Progress
 from moorage.orchestrator.ship import Written
+from moorage.orchestrator.sink_records import Batch
 from moorage.orchestrator.step_metrics import Sizes, step_metrics
 from moorage.orchestrator.tables import choose_episodes, sample_rows
-from moorage.orchestrator.train_sink import Batch
 from moorage.records.payload import Ledger
 
 

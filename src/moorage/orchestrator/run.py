@@ -27,9 +27,9 @@ from moorage.monitor.fanout import Fanout
 from moorage.orchestrator.admission import Admission
 from moorage.orchestrator.algorithms.registry import resolve_algorithm
 from moorage.orchestrator.dispatcher import Dispatcher
-from moorage.orchestrator.environments import Environment, Limits
+from moorage.orchestrator.environments import Environment, Limits, read_ledgers, release_abandoned
 from moorage.orchestrator.episodes import EpisodeLog
-from moorage.orchestrator.events import Arrived, Event, episodes_of, read_payloads
+from moorage.orchestrator.events import Arrived, Event, episodes_of
 from moorage.orchestrator.holdings import Holdings
 from moorage.orchestrator.lag import LoopLag
 from moorage.orchestrator.measuring import Measuring
@@ -46,11 +46,11 @@ from moorage.orchestrator.progress import (
 )
 from moorage.orchestrator.reporter import Reporter, Watched
 from moorage.orchestrator.ship import Shipper, clean_up, load_cost
+from moorage.orchestrator.sink_records import Batch, SinkLimits, TrainSettings
 from moorage.orchestrator.sources import EvalSchedule, TrainPicker
 from moorage.orchestrator.stall import StallReporter
 from moorage.orchestrator.step_metrics import advance, window_sizes
-from moorage.orchestrator.train_sink import Batch, SinkLimits, TrainSettings, TrainSink
-from moorage.records.payload import Ledger
+from moorage.orchestrator.train_sink import TrainSink
 
 log = get_logger(__name__)
 
@@ -397,37 +397,26 @@ class Orchestrator:
         """Read the ledgers, and take back what became ours while its run was being cancelled."""
         while True:
             await asyncio.sleep(PING_S)
-            self._take_abandoned()
+            release_abandoned(self._environments, self.parts.holdings)
             with contextlib.suppress(EnvServerError):  # a dead server ends its own calls, which says more
-                self.reporter.ledger = await self._read_ledgers()
+                self.reporter.ledger = await read_ledgers(self._environments)
 
-    async def _read_ledgers(self) -> Ledger:
-        total = Ledger()
-        for environment in [*self.parts.train.values(), *self.parts.evals.values()]:
-            answers = await environment.client.ping()
-            for answer in answers if isinstance(answers, list) else [answers]:
-                total = total if answer.ledger is None else total.add(answer.ledger)
-        return total
-
-    def _take_abandoned(self) -> None:
-        for environment in [*self.parts.train.values(), *self.parts.evals.values()]:
-            for episode in environment.client.take_abandoned():
-                payloads = read_payloads(episode)
-                self.parts.holdings.hold(payloads, "dispatcher")
-                self.parts.holdings.release(payloads, "dispatcher")
+    @property
+    def _environments(self) -> list[Environment]:
+        return [*self.parts.train.values(), *self.parts.evals.values()]
 
     async def _close(self) -> None:
         """In order: no new runs, cancel those under way, drop what waits, release, write the last lines."""
         await self._owner.close()
         await self.dispatcher.close()
-        self._take_abandoned()
+        release_abandoned(self._environments, self.parts.holdings)
         self._drain_events()
         self.sink.close()
         await self.parts.holdings.close()
         await self.episodes.close()
         with contextlib.suppress(EnvServerError, TimeoutError):
             async with asyncio.timeout(5.0):
-                self.reporter.ledger = await self._read_ledgers()
+                self.reporter.ledger = await read_ledgers(self._environments)
         step = min(self.progress.step, self.config.facts.max_steps)
         self.reporter.log_last(step)
 

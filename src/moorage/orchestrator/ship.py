@@ -16,7 +16,7 @@ from pathlib import Path
 from moorage.config.run import CheckpointConfig, ProcessFacts
 from moorage.core.rundir import RunDir, ready_steps, step_of
 from moorage.exchange.batches import remove_batches, write_batch, write_state
-from moorage.orchestrator.train_sink import Batch
+from moorage.orchestrator.sink_records import Batch
 from moorage.records.packing import SequenceCost, pack, sequence_cost
 from moorage.records.sample import MicroBatch, RankBatch
 

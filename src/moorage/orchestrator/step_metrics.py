@@ -16,7 +16,7 @@ from moorage.orchestrator.metrics import (
 )
 from moorage.orchestrator.outcomes import DROP_REASONS
 from moorage.orchestrator.progress import Progress
-from moorage.orchestrator.train_sink import Batch, Scored, Window
+from moorage.orchestrator.sink_records import Batch, Scored, Window
 
 
 @dataclass(frozen=True)

@@ -244,6 +244,9 @@ class ScriptedEnv:
         taken, self._abandoned = self._abandoned, []
         return taken
 
+    async def bye(self) -> Ledger:
+        return self.store.ledger
+
     async def close(self) -> None:
         """Nothing is open."""
 

@@ -12,7 +12,8 @@ from moorage.orchestrator.events import Arrived, Cancelled, failed_episode, read
 from moorage.orchestrator.groups import Cancellation, Group, Reason
 from moorage.orchestrator.holdings import Holdings
 from moorage.orchestrator.outcomes import Outcomes
-from moorage.orchestrator.train_sink import SinkLimits, TrainSettings, TrainSink
+from moorage.orchestrator.sink_records import SinkLimits, TrainSettings
+from moorage.orchestrator.train_sink import TrainSink
 from tests.unit.orchestrator.scripted import Says, ScriptedStore, make_episode, make_task
 from tests.unit.orchestrator.test_groups import make_group
 
