@@ -102,7 +102,7 @@ async def _check(config: EnvServerConfig, endpoint: str, model: str, console: Co
 
 def _own_fields(task: dict[str, Any]) -> dict[str, Any]:
     """What the environment's author wrote: fields that differ from what every task has."""
-    usual = vf.TaskData(prompt=None).model_dump(mode="json")
+    usual = vf.TaskData.model_validate({"prompt": None}).model_dump(mode="json")
     return {name: value for name, value in task.items() if value != usual.get(name)}
 
 

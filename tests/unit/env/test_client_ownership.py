@@ -67,7 +67,7 @@ class Peer:
 
 
 def make_episode() -> vf.Episode:
-    task = TraceTask(type="Task", data=vf.TaskData(prompt="p"))
+    task = TraceTask(type="Task", data=vf.TaskData.model_validate({"prompt": "p"}))
     trace = vf.Trace(task=task, agent=AgentInfo(config=vf.AgentConfig(), name="agent"), ok=True)
     return vf.Episode(task=task, traces=[trace], ok=True)
 
