@@ -18,20 +18,19 @@ from moorage.records.sample import TrainSample
 from moorage.trainer.state import whole_checkpoints
 from tests.support.training import SyntheticRun
 
-STEPS = 40  # more than ten attempts of at most three steps and a moment get through
-
 
 class _Orchestrator(threading.Thread):
     """Writes the orchestrator's part of each checkpoint soon after the trainer's."""
 
-    def __init__(self, run: SyntheticRun) -> None:
+    def __init__(self, run: SyntheticRun, steps: int) -> None:
         super().__init__(daemon=True)
         self.run_dir = run.run
+        self.steps = steps
         self.stopped = threading.Event()
 
     def run(self) -> None:
         while not self.stopped.wait(0.01):
-            for step in range(1, STEPS + 1):
+            for step in range(1, self.steps + 1):
                 if (self.run_dir.checkpoint(step, "trainer") / "READY").exists():
                     mark_ready(self.run_dir.checkpoint(step, "orchestrator"))
 
@@ -39,7 +38,7 @@ class _Orchestrator(threading.Thread):
 def _losses(run: SyntheticRun) -> list[dict[int, float]]:
     """Step to loss, one table per attempt: an attempt's steps rise."""
     attempts: list[dict[int, float]] = []
-    last = STEPS + 1
+    last = 1 << 30
     for row in run.metrics():
         if row["step"] <= last:
             attempts.append({})
@@ -48,12 +47,11 @@ def _losses(run: SyntheticRun) -> list[dict[int, float]]:
     return attempts
 
 
-def _config(run: SyntheticRun, model: Path, start_step: int, num_ranks: int = 1):
+def _config(run: SyntheticRun, model: Path, start_step: int, steps: int):
     return run.config(
         model,
-        STEPS,
+        steps,
         facts__start_step=start_step,
-        trainer__num_ranks=num_ranks,
         checkpoint__interval=1,
         checkpoint__keep_last=3,
         payload__retain="checkpoint",
@@ -64,18 +62,18 @@ def _resume_until_done(
     run: SyntheticRun, model: Path, kills: int, seed: int, payloads: dict[int, list[str]]
 ) -> int:
     """Kill and resume; returns how many kills hit a running trainer."""
-    rng = random.Random(seed)
+    rng, steps = random.Random(seed), len(payloads)
     hits = 0
     for attempt in range(kills + 1):
         start = (whole_checkpoints(run.run) or [0])[-1] + 1
-        if start > STEPS:
+        if start > steps:
             break
         for version in ready_steps(run.run.weights):
             if version >= start:
                 os.remove(run.run.weight(version) / "READY")
         # What a dead attempt still held of covered steps is freed by the env server that the next one greets.
         run.spool.free([key for step in range(1, start) for key in payloads[step]], "shutdown")
-        trainer = run.start_trainer(_config(run, model, start))
+        trainer = run.start_trainer(_config(run, model, start, steps))
         if attempt == kills:
             assert trainer.wait(110) == 0, run.log_text()
             break
@@ -95,9 +93,10 @@ def _wait_for_steps(run: SyntheticRun, trainer, count: int) -> None:
 
 
 def _check_kills(tmp_path: Path, model: Path, kills: int) -> None:
+    steps = 4 * kills + 4  # more than that many attempts of three steps and a moment get through
     with SyntheticRun(tmp_path) as run:
-        payloads = {step: [s.payload.id for s in run.write_step(step)] for step in range(1, STEPS + 1)}
-        orchestrator = _Orchestrator(run)
+        payloads = {step: [s.payload.id for s in run.write_step(step)] for step in range(1, steps + 1)}
+        orchestrator = _Orchestrator(run, steps)
         orchestrator.start()
         hits = _resume_until_done(run, model, kills, kills, payloads)
         orchestrator.stopped.set()
@@ -110,7 +109,7 @@ def _check_kills(tmp_path: Path, model: Path, kills: int) -> None:
         for step, loss in attempt.items():
             # A step that ran twice had the same payloads and the same weights: the same loss, bit for bit.
             assert merged.setdefault(step, loss) == loss, step
-    assert sorted(merged) == list(range(1, STEPS + 1))
+    assert sorted(merged) == list(range(1, steps + 1))
     assert (ledger.outstanding, ledger.double_frees) == (0, 0)
 
 
