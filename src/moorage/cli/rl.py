@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from moorage.cli.arguments import Arguments, parse_arguments, read_config
-from moorage.config.run import ProcessFacts, RunConfig, derive, sources_by_split
+from moorage.config.derive import derive, sources_by_split
+from moorage.config.model import is_mixture_of_experts
+from moorage.config.run import ProcessFacts, RunConfig
 from moorage.core.errors import ConfigError
 from moorage.core.rundir import RunDir, write_bytes_atomic, write_json_atomic
 from moorage.launcher import checks, resume
@@ -55,7 +57,7 @@ def run(_command: str, args: list[str]) -> int:
     model = _check(config)
     with resume.hold(run_dir):
         facts = _prepare(run_dir, config, arguments)
-        plan = _make_plan(config, facts, is_moe=checks.is_mixture_of_experts(model))
+        plan = _make_plan(config, facts, is_moe=is_mixture_of_experts(model))
         _write_run_file(run_dir, arguments, data)
         if "dry-run" in arguments.switches:
             return _write_configs(plan)

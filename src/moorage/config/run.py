@@ -1,19 +1,18 @@
-"""The one file a person writes, and how each process's config is derived from it.
+"""The one file a person writes, and the config of each process.
 
-No field is written twice: `derive()` fills the process configs. They are written to `configs/*.json` and
-hold no secret.
+No field is written twice: `moorage.config.derive` fills the process configs. They are written to
+`configs/*.json` and hold no secret.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
 from moorage.config.base import Config
 from moorage.config.engine import InferenceConfig
-from moorage.config.env import EnvServerConfig, SourceConfig
-from moorage.config.limits import join_conflicts, run_conflicts
+from moorage.config.env import EnvServerConfig
 from moorage.config.model import ModelConfig
 from moorage.config.orchestrator import OrchestratorConfig
 from moorage.config.trainer import TrainerConfig
@@ -206,102 +205,3 @@ class DerivedConfigs(Config):
     env_servers: list[EnvServerConfig]
     orchestrator: OrchestratorProcessConfig
     trainer: TrainerProcessConfig
-
-
-def sources_by_split(run: OrchestratorConfig) -> list[tuple[str, SourceConfig]]:
-    """(split, source) of every environment, train first."""
-    train: list[tuple[str, SourceConfig]] = [("train", source) for source in run.train]
-    return [*train, *(("eval", source) for source in run.eval.sources)]
-
-
-def derive(
-    run: RunConfig,
-    facts: ProcessFacts,
-    *,
-    engine_ports: list[int],
-    is_moe: bool,
-) -> DerivedConfigs:
-    """The config of every process.
-
-    `engine_ports`: one free port per replica. `is_moe`: whether the model's config.json describes a mixture
-    of experts (`moorage.launcher.plan` reads it).
-    """
-    replay = is_moe if run.trainer.router_replay is None else run.trainer.router_replay
-    truncated = any(
-        (source.sampling or run.orchestrator.sampling).truncated for source in run.orchestrator.train
-    )
-    head_k = (
-        run.inference.head_k if run.inference.head_k is not None else int(run.trainer.loss.get("head_k", 0))
-    )
-    resolved: dict[str, Any] = {
-        "routed_experts": replay if run.inference.routed_experts is None else run.inference.routed_experts,
-        "sampling_mask": truncated if run.inference.sampling_mask is None else run.inference.sampling_mask,
-        "head_k": head_k or None,
-        "max_model_len": run.inference.max_model_len or run.seq_len,
-        "dtype": run.model.dtype if run.inference.dtype == "auto" else run.inference.dtype,
-        "seed": run.seed if run.inference.seed is None else run.inference.seed,
-    }
-    engine = run.inference.model_copy(update={**resolved, "replicas": 1})
-    conflicts = run_conflicts(run, engine, replay=replay, is_moe=is_moe)
-    if conflicts:
-        raise ValueError(join_conflicts(conflicts))
-    inference = [
-        InferenceProcessConfig(
-            inference=engine.model_copy(
-                # Replicas that draw alike would give a group the same completion twice.
-                update={"port": port, "seed": (engine.seed or 0) + index}
-            ),
-            model=run.model,
-            run_dir=facts.run_dir,
-            name="inference" if index == 0 else f"inference.{index}",
-        )
-        for index, port in enumerate(engine_ports)
-    ]
-    urls = run.inference.urls or [f"http://{run.inference.host}:{port}" for port in engine_ports]
-    env_servers = [
-        EnvServerConfig(
-            source=source,
-            split=split,
-            model_path=run.model.path,
-            renderer=run.model.renderer,
-            run_dir=facts.run_dir,
-            run_id=facts.run_id,
-            attempt=facts.attempt,
-            spool_dir=run.payload.spool_dir,
-            spool_budget_mib=run.payload.spool_budget_mib,
-            retain=run.payload.retain,
-            request_timeout_s=run.inference.request_timeout_s,
-            head_k=head_k if split == "train" else 0,
-        )
-        for split, source in sources_by_split(run.orchestrator)
-        if source.address is None
-    ]
-    shared = {
-        "model": run.model,
-        "checkpoint": run.checkpoint,
-        "payload": run.payload,
-        "monitor": run.monitor,
-    }
-    return DerivedConfigs(
-        inference=[] if run.inference.urls else inference,
-        env_servers=env_servers,
-        orchestrator=OrchestratorProcessConfig(
-            facts=facts,
-            orchestrator=run.orchestrator,
-            engine_urls=urls,
-            num_data_ranks=run.trainer.num_ranks,
-            keep_cache=run.inference.keep_cache,
-            require_routing=replay,
-            **shared,
-        ),
-        trainer=TrainerProcessConfig(
-            facts=facts,
-            trainer=run.trainer.model_copy(
-                update={
-                    "router_replay": replay,
-                    "seed": run.seed if run.trainer.seed is None else run.trainer.seed,
-                }
-            ),
-            **shared,
-        ),
-    )

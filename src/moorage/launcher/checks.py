@@ -18,14 +18,6 @@ from moorage.core.errors import ConfigError
 from moorage.core.net import find_free_port, is_port_free
 from moorage.launcher.plan import Devices
 
-_EXPERT_KEYS = (
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
-    "moe_num_experts",
-    "num_routed_experts",
-)
-
 
 def read_model_config(path: str) -> dict[str, Any]:
     """The `config.json` of the model folder `path`."""
@@ -48,12 +40,6 @@ def read_model_config(path: str) -> dict[str, Any]:
     if not (folder / "tokenizer.json").exists():
         raise ConfigError(f"model.path: {path!r} holds no tokenizer.json")
     return config
-
-
-def is_mixture_of_experts(config: dict[str, Any]) -> bool:
-    """Whether a model's config.json (or its text part) describes more than one expert."""
-    parts = [config, config.get("text_config") or {}]
-    return any((part.get(key) or 0) > 1 for part in parts for key in _EXPERT_KEYS)
 
 
 def choose_ports(host: str, first: int, count: int) -> list[int]:

@@ -19,7 +19,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from moorage.config.run import DerivedConfigs, sources_by_split
+from moorage.config.derive import sources_by_split
+from moorage.config.run import DerivedConfigs
 from moorage.core.net import node_name
 from moorage.core.rundir import RunDir
 

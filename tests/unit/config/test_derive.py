@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from moorage.config.base import make_config
-from moorage.config.run import DerivedConfigs, ProcessFacts, RunConfig, derive
+from moorage.config.derive import derive
+from moorage.config.run import DerivedConfigs, ProcessFacts, RunConfig
 from moorage.core.errors import ConfigError
 
 SOURCE = {"env": {"taskset": {"id": "moorage.tasksets.reverse_text"}}}

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from moorage.config.base import make_config
-from moorage.config.run import DerivedConfigs, ProcessFacts, RunConfig, derive
+from moorage.config.derive import derive
+from moorage.config.model import is_mixture_of_experts
+from moorage.config.run import DerivedConfigs, ProcessFacts, RunConfig
 from moorage.core.errors import ConfigError
-from moorage.launcher.checks import is_mixture_of_experts, share_devices
+from moorage.launcher.checks import share_devices
 from moorage.launcher.plan import Death, Devices, ProcessRecord, decide, first_cause, make_plan
 
 

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 
 from moorage.config.base import make_config
+from moorage.config.derive import derive
 from moorage.config.engine import InferenceConfig
 from moorage.config.limits import engine_conflicts
 from moorage.config.model import is_mixture_of_experts
-from moorage.config.run import ProcessFacts, RunConfig, derive
+from moorage.config.run import ProcessFacts, RunConfig
 from moorage.core.errors import ConfigError
 from moorage.engine.launch import LaunchLine, make_launch_line
 
