@@ -44,7 +44,7 @@ def test_a_starter_model_is_made_warmed_up_and_saved_whole(tmp_path: Path) -> No
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_recipe_teaches_the_skill_under_the_system_turn(tmp_path: Path) -> None:
-    done = _sft(tmp_path, "--init.architecture", "qwen3", "--max_steps", "300", "--batch_size", "64")
+    done = _sft(tmp_path, "--init.architecture", "qwen3", "--max_steps", "500", "--batch_size", "64")
     assert done.returncode == 0, done.stderr[-3000:]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
