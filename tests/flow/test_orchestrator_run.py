@@ -117,6 +117,9 @@ def test_three_steps_end_with_every_episode_and_payload_accounted_for(tmp_path):
     assert_accounts(orchestrator)
     rows = read_metrics(orchestrator.run_dir.metrics("orchestrator"))
     assert [row["step"] for row in rows] == [1, 2, 3, 3]
-    assert all(0 <= row["reward/mean"] <= 1 for row in rows[:3])
+    for row in rows[:3]:  # a fast orchestrator may fill a whole batch from what waited: no arrival, no mean
+        assert ("reward/mean" in row) == (row["progress/rollouts"] > 0)
+        assert 0 <= row.get("reward/mean", 0) <= 1
+    assert "reward/mean" in rows[0]
     assert len({trace for _, trace in trainer.trained}) == len(trainer.trained)
     assert store.ledger.freed["trainer"] == len(trainer.trained)
