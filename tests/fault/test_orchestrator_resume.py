@@ -14,11 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from moorage.core.rundir import RunDir, ready_steps, step_of
+from moorage.core.rundir import RunDir, ready_steps, step_of, whole_checkpoints
 from moorage.exchange.batches import read_checkpoint_state
 from moorage.monitor.files import read_metrics
 from moorage.orchestrator.progress import decode_state
-from moorage.orchestrator.ship import whole_checkpoints
 from tests.flow.test_orchestrator_run import make_orchestrator, make_process_config, run_with_trainer
 from tests.unit.orchestrator.scripted import ScriptedEnv, ScriptedStore, ScriptedTrainer, reply_after
 

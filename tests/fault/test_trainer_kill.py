@@ -13,9 +13,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from moorage.core.rundir import mark_ready, ready_steps
+from moorage.core.rundir import mark_ready, ready_steps, whole_checkpoints
 from moorage.records.sample import TrainSample
-from moorage.trainer.state import whole_checkpoints
 from tests.support.training import SyntheticRun
 
 

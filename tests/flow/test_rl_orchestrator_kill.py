@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from moorage.core.rundir import RunDir, read_json, ready_steps
+from moorage.core.rundir import RunDir, read_json, ready_steps, whole_checkpoints
 from moorage.exchange.batches import read_checkpoint_state
 from moorage.orchestrator.progress import State, decode_state
-from moorage.trainer.state import whole_checkpoints
 from tests.flow.jobs import run_job, start_job, wait_until
 
 STEPS, SAVED = 20, 6

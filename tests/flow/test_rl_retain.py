@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from moorage.core.rundir import read_json
-from moorage.trainer.state import whole_checkpoints
+from moorage.core.rundir import read_json, whole_checkpoints
 from tests.flow.jobs import Job, run_job, start_job, wait_until
 
 STEPS, SAVED = 20, 8

@@ -225,6 +225,15 @@ def ready_steps(folder: Path) -> list[int]:
     return sorted(step for step in steps if step is not None)
 
 
+def whole_checkpoints(run: RunDir) -> list[int]:
+    """Ascending steps whose checkpoint is whole: its trainer and orchestrator parts are both READY."""
+    if not run.checkpoints.is_dir():
+        return []
+    steps = [step for path in run.checkpoints.iterdir() if (step := step_of(path)) is not None]
+    parts = ("trainer", "orchestrator")
+    return sorted(s for s in steps if all((run.checkpoint(s, part) / "READY").exists() for part in parts))
+
+
 def mark_ready(folder: Path) -> None:
     """Put READY into `folder`; the last thing a writer does."""
     write_bytes_atomic(folder / "READY", b"")

@@ -23,14 +23,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moorage.core.rundir import Heartbeat, RunDir, write_end, write_json_atomic
+from moorage.core.rundir import Heartbeat, RunDir, whole_checkpoints, write_end, write_json_atomic
 from moorage.exchange.batches import read_owned_slices
 from moorage.launcher import children as processes
 from moorage.launcher.children import Child
 from moorage.launcher.farewell import Identity, Station, read_stations, say_bye
 from moorage.launcher.plan import STOP_ORDER, Death, Plan, ProcessRecord, decide, first_cause
 from moorage.launcher.progress import Progress
-from moorage.launcher.resume import whole_checkpoints
 from moorage.records.payload import Ledger
 
 POLL_S = 0.05

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from moorage.core.errors import ConfigError
 from moorage.core.parent import process_birth
-from moorage.core.rundir import RunDir, read_json, ready_steps, step_of
+from moorage.core.rundir import RunDir, read_json, ready_steps, whole_checkpoints
 
 HARMLESS = frozenset({"run.toml", "configs", ".lock"})
 LEAVE_WITHIN_S = 30.0
@@ -56,15 +56,6 @@ def remove_run(run: RunDir, output_dir: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink()
-
-
-def whole_checkpoints(run: RunDir) -> list[int]:
-    """Ascending steps whose trainer and orchestrator parts are both READY."""
-    if not run.checkpoints.is_dir():
-        return []
-    steps = [step for path in run.checkpoints.iterdir() if (step := step_of(path)) is not None]
-    parts = ("trainer", "orchestrator")
-    return sorted(s for s in steps if all((run.checkpoint(s, part) / "READY").exists() for part in parts))
 
 
 def resume_facts(run: RunDir) -> tuple[str, int, int]:

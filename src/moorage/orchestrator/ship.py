@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moorage.config.run import CheckpointConfig, ProcessFacts
-from moorage.core.rundir import RunDir, ready_steps, step_of
+from moorage.core.rundir import RunDir, ready_steps, step_of, whole_checkpoints
 from moorage.exchange.batches import remove_batches, write_batch, write_state
 from moorage.orchestrator.sink_records import Batch
 from moorage.records.packing import SequenceCost, pack, sequence_cost
@@ -108,12 +108,3 @@ def remove_version(run: RunDir, version: int) -> None:
     """Delete one weight version, READY first."""
     (run.weight(version) / "READY").unlink(missing_ok=True)
     shutil.rmtree(run.weight(version), ignore_errors=True)
-
-
-def whole_checkpoints(run: RunDir) -> list[int]:
-    """Steps of checkpoints whose parts are both READY, ascending."""
-    if not run.checkpoints.is_dir():
-        return []
-    steps = [step for path in run.checkpoints.iterdir() if (step := step_of(path)) is not None]
-    parts = ("trainer", "orchestrator")
-    return sorted(s for s in steps if all((run.checkpoint(s, part) / "READY").exists() for part in parts))

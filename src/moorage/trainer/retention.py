@@ -12,9 +12,8 @@ import time
 from moorage.config.run import CheckpointConfig
 from moorage.core.errors import ConfigError, RunEnded
 from moorage.core.log import get_logger
-from moorage.core.rundir import PeerWatch, RunDir
+from moorage.core.rundir import PeerWatch, RunDir, whole_checkpoints
 from moorage.trainer.data import BatchFeed
-from moorage.trainer.state import whole_checkpoints
 
 log = get_logger(__name__)
 

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from moorage.config.run import CheckpointConfig
 from moorage.core.errors import ConfigError, ExchangeError
 from moorage.core.log import get_logger
-from moorage.core.rundir import RunDir, mark_ready, step_of, write_json_atomic
+from moorage.core.rundir import RunDir, mark_ready, step_of, whole_checkpoints, write_json_atomic
 from moorage.trainer.model import TrainedModel
 from moorage.trainer.world import World
 
@@ -140,16 +140,6 @@ def stage_on_cpu(value: Any, world: World) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     return value
-
-
-def whole_checkpoints(run: RunDir) -> list[int]:
-    """Ascending steps whose trainer and orchestrator parts are both READY."""
-    return [step for step in _checkpoint_steps(run) if is_whole(run, step)]
-
-
-def is_whole(run: RunDir, step: int) -> bool:
-    """Whether both parts of the checkpoint of `step` are READY."""
-    return all((run.checkpoint(step, part) / "READY").exists() for part in ("trainer", "orchestrator"))
 
 
 def prune_checkpoints(run: RunDir, config: CheckpointConfig) -> list[int]:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from moorage.config.run import CheckpointConfig
-from moorage.core.rundir import RunDir, mark_ready
-from moorage.trainer.state import prune_checkpoints, whole_checkpoints
+from moorage.core.rundir import RunDir, mark_ready, whole_checkpoints
+from moorage.trainer.state import prune_checkpoints
 
 
 def _run(tmp_path: Path, whole: list[int], torn: list[int]) -> RunDir:
