@@ -2,10 +2,14 @@
 
     python bench/engine.py [--model FOLDER] [--requests 64] [--new-tokens 64] [--repeats 5]
 
-Prints tokens per second of: the scheduler in process, with all requests at once and with requests that arrive
-while others run; `generate` in one batch and one by one (both with log-probabilities, sampled at
-temperature 1, no early end); the engine over HTTP from another process. Repetitions of the kinds alternate,
-the median counts, so that a busy machine burdens all alike. Ratios are to `generate` in one batch.
+Prints tokens per second of: the scheduler in process, with all requests at once, with `--requests` running at
+any time and a new one admitted for each that ends, and with requests that trickle into an empty engine;
+`generate` in one batch and one by one (both with log-probabilities, sampled at temperature 1, no early end);
+the engine over HTTP from another process. Repetitions of the kinds alternate, the median counts, so that a
+busy machine burdens all alike. Ratios are to `generate` in one batch.
+
+Of the replaced requests only the time while all places are taken counts, and the first ones are cut to
+lengths that spread their ends evenly: requests are admitted at nearly every step.
 """
 
 from __future__ import annotations
@@ -34,6 +38,8 @@ from moorage.engine.builtin.request import Request, SamplingParams
 from moorage.engine.builtin.scheduler import Limits, Scheduler
 from moorage.trainer.starter import make_model_folder
 
+ROUNDS = 4
+"""How often each place is filled when ended requests are replaced."""
 NUM_ONE_BY_ONE = 4
 """Requests of the one-by-one measurement; its rate does not depend on their number."""
 
@@ -75,6 +81,22 @@ class InProcess:
                 self.scheduler.add(waiting.pop())
             self.scheduler.step()
         return sum(len(request.out) for request in requests)
+
+    def run_full(self, prompts: list[list[int]]) -> float:
+        """Tokens per second with `len(prompts)` running, while an ended one is replaced at once."""
+        num, length = len(prompts), self.new_tokens
+        lengths = [1 + index * length // num for index in range(num)] + [length] * num * (ROUNDS - 1)
+        waiting = [make_request(i, prompts[i % num], n, 128) for i, n in enumerate(lengths)][::-1]
+        for _ in range(num):
+            self.scheduler.add(waiting.pop())
+        before, begin = self.scheduler.totals.generation_tokens, time.perf_counter()
+        while waiting:
+            for _ in self.scheduler.step()[: len(waiting)]:
+                self.scheduler.add(waiting.pop())
+        made, took = self.scheduler.totals.generation_tokens - before, time.perf_counter() - begin
+        while not self.scheduler.idle:
+            self.scheduler.step()
+        return made / took
 
 
 class Generate:
@@ -140,10 +162,14 @@ def start_server(folder: str, num_requests: int, scratch: Path) -> tuple[subproc
     return process, line.split(" at ")[1].strip()
 
 
-def rate(run: Callable[[], int]) -> float:
-    """Tokens per second of one call."""
-    begin = time.perf_counter()
-    return run() / (time.perf_counter() - begin)
+def rate(run: Callable[[], int]) -> Callable[[], float]:
+    """Measures the tokens per second of a call that returns its tokens."""
+
+    def measured() -> float:
+        begin = time.perf_counter()
+        return run() / (time.perf_counter() - begin)
+
+    return measured
 
 
 def main() -> None:
@@ -166,23 +192,26 @@ def measure(args: argparse.Namespace, folder: str, scratch: Path) -> None:
     engine = InProcess(folder, args.requests, args.new_tokens)
     generate = Generate(folder, args.new_tokens)
     arriving = max(1, args.requests // 32)
-    kinds: dict[str, Callable[[], int]] = {
-        "generate, one batch": lambda: generate.run(prompts),
-        "engine in process, all at once": lambda: engine.run(prompts),
-        f"engine in process, {arriving} arriving per step": lambda: engine.run(prompts, arriving),
-        "generate, one by one": lambda: sum(generate.run([p]) for p in prompts[:NUM_ONE_BY_ONE]),
+    kinds: dict[str, Callable[[], float]] = {
+        "generate, one batch": rate(lambda: generate.run(prompts)),
+        "engine in process, all at once": rate(lambda: engine.run(prompts)),
+        "engine in process, each end replaced": lambda: engine.run_full(prompts),
+        f"engine in process, {arriving} arriving per step": rate(lambda: engine.run(prompts, arriving)),
+        "generate, one by one": rate(lambda: sum(generate.run([p]) for p in prompts[:NUM_ONE_BY_ONE])),
     }
     server = None
     if not args.no_http:
         server, url = start_server(folder, args.requests, scratch)
-        kinds["engine over HTTP, all at once"] = lambda: asyncio.run(run_http(url, prompts, args.new_tokens))
+        kinds["engine over HTTP, all at once"] = rate(
+            lambda: asyncio.run(run_http(url, prompts, args.new_tokens))
+        )
     try:
         for run in kinds.values():
             run()
         rates: dict[str, list[float]] = {name: [] for name in kinds}
         for _ in range(args.repeats):
             for name, run in kinds.items():
-                rates[name].append(rate(run))
+                rates[name].append(run())
     finally:
         if server is not None:
             server.terminate()
