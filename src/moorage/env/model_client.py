@@ -12,7 +12,6 @@ Does not know: episodes, blobs, how an engine is reached.
 
 from __future__ import annotations
 
-import inspect
 import json
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -27,7 +26,7 @@ from verifiers.v1.clients.train import serialize_completion, tool_to_wire
 from verifiers.v1.dialects import ChatDialect, Dialect
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.errors import ProviderError
-from verifiers.v1.graph import MessageNode, PendingTurn
+from verifiers.v1.graph import PendingTurn
 from verifiers.v1.interception import server as interception
 from verifiers.v1.types import AssistantMessage, Response, SamplingConfig, ToolCall, TurnTokens, Usage
 
@@ -36,6 +35,7 @@ from moorage.engine.generate import GenerateCall, GenerateClient, PromptTooLongE
 from moorage.engine.parse import Completion
 from moorage.engine.render import RendererPool
 from moorage.env.direct_call import local_interception
+from moorage.env.quicken import quicken
 from moorage.env.scratch import scratch
 from moorage.env.turns import SideTable, Turn
 
@@ -251,29 +251,8 @@ def _num_chars(messages: Sequence[Mapping[str, Any]]) -> int:
 @asynccontextmanager
 async def serving(env: vf.Env, service: ModelService) -> AsyncIterator[None]:
     """Hold the environment's shared resources; the policy is served by `service`, direct calls in process."""
-    quicken_nodes()
+    quicken()
     with model_seam(service), scratch(env):
         async with env.serving():
             with local_interception(env._interception):
                 yield
-
-
-def quicken_nodes() -> None:
-    """Make building a message node cheap. It changes no value.
-
-    verifiers builds nodes with pydantic's `model_construct`, which inspects the signature of each default
-    factory at every call, and for builtins (`list`, `time.time`) that parses source text: a quarter of the
-    CPU of a short rollout. Factories that state their signature are not inspected.
-    """
-    for field in MessageNode.model_fields.values():
-        factory = field.default_factory
-        if factory is not None and not hasattr(factory, "__signature__"):
-            field.default_factory = _stating(factory)
-
-
-def _stating(factory: Callable[..., Any]) -> Callable[[], Any]:
-    def make() -> Any:
-        return factory()
-
-    make.__signature__ = inspect.Signature()  # type: ignore[attr-defined]
-    return make
