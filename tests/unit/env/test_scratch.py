@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from verifiers.v1.runtimes import SubprocessConfig, make_runtime
+from verifiers.v1.runtimes import SubprocessConfig, SubprocessRuntime, make_runtime
 from verifiers.v1.runtimes import subprocess as runtimes
 
 from moorage.env.resolve import load_env, resolve_env
@@ -28,6 +28,25 @@ def test_folders_of_chat_rollouts_are_in_the_scratch_folder_and_go_with_it(tmp_p
         assert folder in Path(runtime.info.id).parents  # type: ignore[arg-type]
     assert before == runtimes.CACHE_DIR
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rollouts_folder_goes_with_it_empty_or_not(tmp_path: Path) -> None:
+    async def live(name: str, *, writes: bool) -> Path:
+        runtime = make_runtime(SubprocessConfig(), name)
+        await runtime.start()
+        if writes:
+            await runtime.write("notes/a.txt", b"text")
+        await runtime.teardown()
+        return Path(runtime.info.id)  # type: ignore[arg-type]
+
+    env = load_env(resolve_env(CHAT, "train")[0])
+    thorough = SubprocessRuntime.teardown
+    with scratch(env, tmp_path):
+        for writes in (False, True):
+            folder = asyncio.run(live(f"one-{writes}", writes=writes))
+            assert folder.parent.is_dir()
+            assert not folder.exists()
+    assert SubprocessRuntime.teardown is thorough
 
 
 def test_agents_that_execute_code_keep_their_place(tmp_path: Path) -> None:
