@@ -5,6 +5,7 @@ Owns which renderer a model gets and how many tokenizers this process holds. Pro
 - no torch: the tokenizer is read with `PreTrainedTokenizerFast` (`AutoTokenizer` would import it);
 - thread-safe: encoding mutates a fast tokenizer, so each renderer has a lock, and callers on several threads
   get several renderers, up to `max_renderers`;
+- a prompt that was rendered lately is not rendered again: the episodes of a group open with the same one;
 - `bridge` keeps the previous turn's tokens as they are, or answers None and the caller renders afresh.
 
 Does not know engines, episodes or training.
@@ -17,9 +18,11 @@ import json
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+import orjson
 from renderers.base import MODEL_RENDERER_MAP, ParsedResponse, RenderedTokens, Renderer, create_renderer
 from renderers.configs import DefaultRendererConfig, config_from_name
 
@@ -29,6 +32,8 @@ from moorage.engine.template import TemplateRenderer
 
 T = TypeVar("T")
 
+REMEMBERED = 128
+"""Prompts whose ids are remembered: those of the groups that a process runs at a time."""
 INLINE_CHARS = 20_000
 """Text up to this length renders in a few milliseconds at most and stays on the calling thread."""
 
@@ -41,6 +46,7 @@ class RendererPool:
         self.renderer = renderer
         self.max_renderers = max_renderers
         self._growing = threading.Lock()
+        self._remembered = lru_cache(REMEMBERED)(lambda prompt: self._render(*orjson.loads(prompt)))
         self._slots: list[tuple[Renderer, threading.Lock]] = []
         self._add_slot()
         self.stop_token_ids: list[int] = list(self._slots[0][0].get_stop_token_ids())
@@ -48,9 +54,18 @@ class RendererPool:
     def render(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None
     ) -> RenderedTokens:
-        """Token ids of the conversation, ending where the assistant's answer begins."""
+        """Token ids of the conversation, ending where the assistant's answer begins. Not to be changed."""
+        try:
+            prompt = orjson.dumps((list(messages), _listed(tools)))
+        except TypeError:  # it holds more than text
+            prompt = None
+        if prompt is None or len(prompt) > INLINE_CHARS:
+            return self._render(list(messages), _listed(tools))
+        return self._remembered(prompt)
+
+    def _render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> RenderedTokens:
         with self._hold() as renderer:
-            return renderer.render(list(messages), tools=_listed(tools), add_generation_prompt=True)  # type: ignore[arg-type]
+            return renderer.render(messages, tools=tools, add_generation_prompt=True)  # type: ignore[arg-type]
 
     def bridge(
         self,
