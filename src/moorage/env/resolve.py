@@ -60,10 +60,9 @@ def load_taskset(data: dict[str, Any]) -> vf.Taskset:
     return loaders.load_taskset(loaders.resolve_env_config(copy.deepcopy(data)).taskset)
 
 
-def task_from_wire(taskset: vf.Taskset, data: dict[str, Any]) -> vf.Task:
-    """The task that `task.data.model_dump()` described. Raises pydantic's ValidationError."""
-    cls = type(taskset).task_type()
-    return cls(cls.data_type().model_validate(data), taskset.config.task)
+def data_from_wire(taskset: vf.Taskset, data: dict[str, Any]) -> vf.TaskData:
+    """The `task.data` that `task.data.model_dump()` described. Raises pydantic's ValidationError."""
+    return type(taskset).task_type().data_type().model_validate(data)
 
 
 # --- shuffle ---------------------------------------------------------------------------------------------

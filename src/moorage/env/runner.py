@@ -25,9 +25,9 @@ from moorage.engine.render import RendererPool
 from moorage.env.detectors import make_detectors
 from moorage.env.keep import Keeper, keep_episode
 from moorage.env.keeping import Keeping
-from moorage.env.model_client import ModelService, MooredClientConfig, policy_client, serving
+from moorage.env.model_client import ModelService, policy_client, serving
 from moorage.env.protocol import RunRollout, check_size, encode
-from moorage.env.resolve import load_env, task_from_wire
+from moorage.env.resolve import data_from_wire, load_env
 from moorage.env.turns import Run, SideTable
 from moorage.payload.spool import Spool
 
@@ -50,7 +50,14 @@ ARRAY_FIELDS = frozenset(
     }
 )
 """Per-token fields of a message node: they lie in the payload, never in a reply."""
-_EXCLUDE: dict[str, Any] = {"traces": {"__all__": {"nodes": {"__all__": ARRAY_FIELDS}}}}
+_COUNTS = dict.fromkeys(("num_input_tokens", "num_output_tokens", "num_total_tokens"), True)
+"""Derived from the other fields by whoever reads them; deriving each walks all branches."""
+_EXCLUDE: dict[str, Any] = {
+    **_COUNTS,
+    "traces": {"__all__": {**_COUNTS, "nodes": {"__all__": ARRAY_FIELDS}}},
+}
+_REMEMBERED = 64
+"""Tasks and contexts: more than a worker runs at a time."""
 
 
 class Runner:
@@ -66,6 +73,7 @@ class Runner:
         )
         self.detectors = make_detectors(config.detectors, config.model_path)
         self.keeping = Keeping(self.spool)
+        self.read_data = lru_cache(_REMEMBERED)(self._read_data)
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
@@ -89,7 +97,7 @@ class Runner:
     async def run(self, request_id: str, request: RunRollout, n: int | None, deadline_s: float) -> bytes:
         """One episode (`n` None) or a scored group of `n`; the body of the reply."""
         task = self._task(request)
-        context = self._context(request)
+        context = _make_context(request.model, request.endpoint, bytes(request.sampling))
         with self.turns.begin(model=request.model, deadline_s=deadline_s) as run:
             if n is None:
                 episodes = [await self._episode(task, context, run)]
@@ -121,25 +129,24 @@ class Runner:
             keep(self.spool)  # nothing to write
 
     def _task(self, request: RunRollout) -> vf.Task:
+        """Each run has a task of its own; its data, which is frozen, is read once for a group's episodes."""
+        taskset = self.env.taskset
+        return type(taskset).task_type()(self.read_data(bytes(request.task)), taskset.config.task)
+
+    def _read_data(self, wire: bytes) -> vf.TaskData:
         try:
-            return task_from_wire(self.env.taskset, msgspec.msgpack.decode(request.task))
+            return data_from_wire(self.env.taskset, msgspec.msgpack.decode(wire))
         except (ValidationError, msgspec.DecodeError) as error:
             raise EnvServerError("bad_request", f"the task does not fit this environment: {error}") from None
 
-    def _context(self, request: RunRollout) -> vf.ModelContext:
-        return vf.ModelContext(
-            model=request.model,
-            client=_policy_client(request.endpoint),
-            sampling=vf.SamplingConfig(**msgspec.msgpack.decode(request.sampling)),
-        )
 
-
-@lru_cache(maxsize=256)
-def _policy_client(endpoint: str) -> MooredClientConfig:
-    """One config for each engine: verifiers builds one client for equal configs, and making one is slow."""
-    return policy_client(endpoint)
+@lru_cache(_REMEMBERED)
+def _make_context(model: str, endpoint: str, sampling: bytes) -> vf.ModelContext:
+    """What the runs of a source share. verifiers builds one client for equal configs: making one is slow."""
+    settings = vf.SamplingConfig(**msgspec.msgpack.decode(sampling))
+    return vf.ModelContext(model=model, client=policy_client(endpoint), sampling=settings)
 
 
 def dump_episode(episode: vf.Episode) -> dict[str, Any]:
-    """The wire form of an episode: verifiers' own dump without per-token arrays."""
+    """The wire form of an episode: verifiers' own dump without per-token arrays and derived counts."""
     return episode.model_dump(mode="json", exclude=_EXCLUDE)
