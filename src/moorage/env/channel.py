@@ -43,6 +43,7 @@ class Channel(asyncio.Protocol):
         self._on_message = on_message
         self._on_lost = on_lost
         self._buffer = bytearray()
+        self._leaving: list[bytes] = []
         self._transport: asyncio.Transport | None = None
 
     @classmethod
@@ -74,18 +75,22 @@ class Channel(asyncio.Protocol):
         self._on_lost()
 
     def send(self, kind: Kind, request_id: bytes = b"", number: float = 0.0, body: bytes = b"") -> None:
-        """Send a message. Silently dropped when the other side is gone: `on_lost` says so."""
-        if self._transport is None or self._transport.is_closing():
-            return
-        header = _HEADER.pack(len(request_id) + len(body), kind, number, len(request_id))
-        self._transport.writelines((header, request_id, body))
+        """Send a message at the end of this turn of the loop, together with others of the turn.
 
-    @property
-    def unsent_bytes(self) -> int:
-        """What the other side has not taken yet."""
-        return 0 if self._transport is None else self._transport.get_write_buffer_size()
+        Silently dropped when the other side is gone: `on_lost` says so.
+        """
+        if not self._leaving:
+            asyncio.get_running_loop().call_soon(self._flush)
+        header = _HEADER.pack(len(request_id) + len(body), kind, number, len(request_id))
+        self._leaving += (header, request_id, body)
+
+    def _flush(self) -> None:
+        leaving, self._leaving = self._leaving, []
+        if leaving and self._transport is not None and not self._transport.is_closing():
+            self._transport.writelines(leaving)
 
     def close(self) -> None:
         """Close after sending what is queued."""
+        self._flush()
         if self._transport is not None:
             self._transport.close()
