@@ -10,8 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import orjson
 from verifiers.v1 import WireEpisode
@@ -22,7 +20,8 @@ from moorage.core.rundir import RunDir
 from moorage.orchestrator.facts import count_tokens
 
 FLUSH_S = 0.2
-
+_File = tuple[int, str, str]
+"""Step, split, subset."""
 
 _COUNTS = ("num_input_tokens", "num_output_tokens", "num_total_tokens")
 _EXCLUDE = {
@@ -67,12 +66,12 @@ class EpisodeLog:
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
-        self._waiting: list[tuple[Path, WireEpisode]] = []
+        self._waiting: list[tuple[_File, WireEpisode]] = []
         self._writing = asyncio.Lock()
 
     def add(self, step: int, split: str, subset: str, episode: WireEpisode) -> None:
         """Write `episode` soon."""
-        self._waiting.append((self._run.traces(step, split, subset), episode))
+        self._waiting.append(((step, split, subset), episode))
 
     async def run(self) -> None:
         """Write for ever, every 0.2 s."""
@@ -85,17 +84,17 @@ class EpisodeLog:
         async with self._writing:
             waiting, self._waiting = self._waiting, []
             if waiting:
-                await asyncio.shield(asyncio.to_thread(_append, waiting))
+                await asyncio.shield(asyncio.to_thread(self._append, waiting))
 
     async def close(self) -> None:
         await self.flush()
 
-
-def _append(waiting: list[tuple[Path, Any]]) -> None:
-    by_path: dict[Path, list[bytes]] = defaultdict(list)
-    for path, episode in waiting:
-        by_path[path].append(render_episode(episode))
-    for path, lines in by_path.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab") as file:
-            file.write(b"".join(lines))
+    def _append(self, waiting: list[tuple[_File, WireEpisode]]) -> None:
+        by_file: dict[_File, list[bytes]] = defaultdict(list)
+        for file, episode in waiting:
+            by_file[file].append(render_episode(episode))
+        for file, lines in by_file.items():
+            path = self._run.traces(*file)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("ab") as out:
+                out.write(b"".join(lines))
