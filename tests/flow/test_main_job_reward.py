@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "reverse_text"
 FIRST_BELOW, LAST_ABOVE = 0.45, 0.75
+WORDS = ("garden", "lemon", "quartz", "mostly", "viper", "hazel", "joking", "tundra")
 
 
 def moorage(folder: Path, *args: str) -> None:
@@ -26,8 +28,24 @@ def moorage(folder: Path, *args: str) -> None:
 def run_example(folder: Path, seed: int) -> dict[str, Any]:
     """Both files of the example with a seed; the summary."""
     moorage(folder, "sft", "@", str(EXAMPLE / "sft.toml"), "--seed", str(seed))
+    assert_knows_the_skill(folder / "runs" / "starter")
     moorage(folder, "rl", "@", str(EXAMPLE / "rl.toml"), "--seed", str(seed))
     return json.loads((folder / "runs" / "reverse_text" / "summary.json").read_text())
+
+
+def assert_knows_the_skill(model_folder: Path) -> None:
+    """With a system turn the starter model reverses most words: what reinforcement learning has to
+    bring out is there."""
+    model = AutoModelForCausalLM.from_pretrained(model_folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    right = 0
+    for word in WORDS:
+        chat = [{"role": "system", "content": ""}, {"role": "user", "content": word}]
+        prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")
+        out = model.generate(**prompt, max_new_tokens=12, do_sample=False)
+        answer = tokenizer.decode(out[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+        right += answer == word[::-1]
+    assert right >= 5
 
 
 def assert_improved(summary: dict[str, Any]) -> None:

@@ -130,9 +130,10 @@ def test_four_ranks_and_replicas_of_shards_train_alike(tmp_path: Path, dense_mod
     _check_published(four, "hybrid")
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("kind", ["dense", "moe"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("dense", marks=pytest.mark.proof), pytest.param("moe", marks=pytest.mark.slow)]
+)
 def test_compiled_blocks_train_alike(tmp_path: Path, dense_model: Path, moe_model: Path, kind: str) -> None:
     layouts = [
         {"name": "whole", "micro_tokens": 64},

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.training import process_env
@@ -39,22 +38,3 @@ def test_a_starter_model_is_made_warmed_up_and_saved_whole(tmp_path: Path) -> No
     assert again.returncode != 0
     assert "already holds a model" in again.stderr
     assert "Traceback" not in again.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_the_recipe_teaches_the_skill_under_the_system_turn(tmp_path: Path) -> None:
-    done = _sft(tmp_path, "--init.architecture", "qwen3", "--max_steps", "500", "--batch_size", "64")
-    assert done.returncode == 0, done.stderr[-3000:]
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
-    right = 0
-    words = ["garden", "lemon", "quartz", "mostly", "viper", "hazel", "joking", "tundra"]
-    for word in words:
-        chat = [{"role": "system", "content": ""}, {"role": "user", "content": word}]
-        prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")
-        out = model.generate(**prompt, max_new_tokens=12, do_sample=False)
-        right += (
-            tokenizer.decode(out[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True) == word[::-1]
-        )
-    assert right >= 5
