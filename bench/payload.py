@@ -3,14 +3,16 @@
     python bench/payload.py [--tokens 16384] [--blobs 16] [--rounds 5] [--connections 4] [--ray-python PATH]
 
 The shape is the published one (R11): routing 48 layers x 8 experts uint8, a top-128 head, completions of
-16k tokens; `--tokens` and `--blobs` scale it, the scale is printed. Three parts:
+16k tokens; `--tokens` and `--blobs` scale it, the scale is printed. Four parts:
 
 1. memory and bytes per sample in the orchestrator: references, references for optional arrays only, inline
    (verifiers' own wire code and types);
 2. bytes of a batch file per sample;
 3. fetch throughput: a raw sendfile socket copy, the payload service, a threaded standard-library HTTP
    server, Ray's object store between two raylets; and on one host, mapped, Ray's shared memory. Rounds are
-   interleaved.
+   interleaved, the first is discarded. On one host every round reads blobs that were just written: moorage's
+   over the files of the round before, Ray's where its store puts them;
+4. keeping: into new files, and over recycled ones.
 """
 
 from __future__ import annotations
@@ -133,12 +135,15 @@ def measure_fetch(options: argparse.Namespace) -> dict[str, object]:
     try:
         with FetchBench(folder, options.tokens, options.blobs, options.connections) as bench:
             speeds = {name: [] for name in bench.ways}
+            keeps = {name: [] for name in bench.keeps}
             for _ in range(options.rounds + 1):
-                for name, way in bench.ways.items():
-                    speeds[name].append(bench.time(way))
-            speeds = {
-                name: values[1:] for name, values in speeds.items()
-            }  # the first round warms everything up
+                for name in bench.ways:
+                    speeds[name].append(bench.time_fetch(name))
+                for name in bench.keeps:
+                    keeps[name].append(bench.time_keep(name))
+            # The first round warms everything up, Ray's too.
+            speeds = {name: values[1:] for name, values in speeds.items()}
+            keeps = {name: values[1:] for name, values in keeps.items()}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     skipped = None
@@ -152,7 +157,9 @@ def measure_fetch(options: argparse.Namespace) -> dict[str, object]:
     print_speeds(speeds)
     if skipped:
         print(f"  Ray: skipped, {skipped}")
-    return {"gb_per_s": speeds, "ray_skipped": skipped}
+    print_keeps(keeps)
+    print(f"  load average after: {os.getloadavg()[0]:.1f}, numpy {np.__version__}")
+    return {"gb_per_s": speeds, "keep_gb_per_s": keeps, "ray_skipped": skipped}
 
 
 def run_ray(options: argparse.Namespace) -> dict[str, list[float]]:
@@ -168,13 +175,18 @@ def run_ray(options: argparse.Namespace) -> dict[str, list[float]]:
 
 def print_speeds(speeds: dict[str, list[float]]) -> None:
     raw = median(speeds["raw sendfile copy"])
-    print("fetch into memory that is there already, GB/s")
+    print("fetch, all into the same memory, GB/s")
     print(f"  {'':38}{'median':>9}{'best':>9}{'worst':>9}{'of raw':>9}")
     for name, values in speeds.items():
         print(
             f"  {name:38}{median(values):9.2f}{max(values):9.2f}{min(values):9.2f}{median(values) / raw:9.2f}"
         )
-    print(f"  load average after: {os.getloadavg()[0]:.1f}, numpy {np.__version__}")
+
+
+def print_keeps(keeps: dict[str, list[float]]) -> None:
+    print("\nkeep, one thread, GB/s")
+    for name, values in keeps.items():
+        print(f"  {name:38}{median(values):9.2f}{max(values):9.2f}{min(values):9.2f}")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import itertools
 import multiprocessing
 import os
 import shutil
@@ -10,11 +11,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
+from msgspec.structs import replace
 
 from moorage.core.net import node_name
 from moorage.core.rundir import write_json_atomic
@@ -44,13 +46,28 @@ def make_head_and_routing(tokens: int, seed: int = 0) -> BranchArrays:
     )
 
 
+class FixedBuffers:
+    """The slices of the bench's one buffer, for a client to fetch into."""
+
+    def __init__(self, targets: Sequence[np.ndarray]) -> None:
+        self._targets = targets
+        self._next = itertools.cycle(range(len(targets)))
+
+    def take(self, nbytes: int) -> np.ndarray:
+        return self._targets[next(self._next)][:nbytes]
+
+
 class FetchBench:
-    """A spool of equal blobs, all servers over it, and one preallocated buffer that every way fills."""
+    """A spool of equal blobs, all servers over it, and one preallocated buffer that every way fills.
+
+    What is read on this host is kept anew before each round, over the files of the round before, which the
+    service was told to free; what goes over sockets is kept once.
+    """
 
     def __init__(self, folder: Path, tokens: int, blobs: int, connections: int) -> None:
         self.connections = connections
         arrays = make_head_and_routing(tokens)
-        buffers = encode(arrays)
+        self.blob = buffers = encode(arrays)
         self.nbytes = nbytes_of(buffers)
         self.spool = Spool(folder / "spool", "bench.1", 1 << 40)
         self.ids = [self.spool.keep(f"r{n}", buffers) for n in range(blobs)]
@@ -61,14 +78,13 @@ class FetchBench:
         self.service = PayloadService(folder / "spool", token=TOKEN)
         self.service.start()
         self._publish(folder)
-        self.remote = PayloadClient(TOKEN, connections=connections)
-        self.local = PayloadClient(TOKEN, connections=connections, run_dir=folder)
-        routing = arrays.routing
-        fields = tuple(arrays.present())
-        self.slices = [
-            PayloadSlice(self.service.url, STORE, i, tokens, tokens, fields, routing, self.nbytes)
-            for i in self.ids
-        ]
+        into = FixedBuffers(self.targets)
+        self.remote = PayloadClient(TOKEN, connections=connections, buffers=into)
+        self.local = PayloadClient(TOKEN, connections=connections, run_dir=folder, buffers=into)
+        self.example = make_slice(arrays, self.service.url)
+        self.slices = self._slices(self.ids)
+        self.fresh: list[PayloadSlice] = []
+        self.unlinking = Spool(folder / "unlinking", "bench.1", 1 << 40)
         self.servers = [
             start_server(serve, self.paths) for serve in (serve_raw, serve_stdlib_memory, serve_stdlib_files)
         ]
@@ -80,13 +96,29 @@ class FetchBench:
             "standard-library HTTP, from its memory": lambda: self.fetch_stdlib(1),
             "moorage on one host, mapped and copied": self.fetch_mapped,
         }
+        self.prepare = {"moorage on one host, mapped and copied": self.keep_over}
+        self.keeps = {"into new files": self.keep_new, "over recycled files": self.keep_over}
+
+    def _slices(self, ids: Sequence[str]) -> list[PayloadSlice]:
+        return [replace(self.example, id=blob_id) for blob_id in ids]
 
     def _publish(self, folder: Path) -> None:
         address = {"payload": self.service.url, "spool": str(self.spool.root), "node": node_name()}
         write_json_atomic(folder / "envs" / f"{STORE}.address", address)
 
-    def time(self, way: Callable[[], None]) -> float:
-        """GB/s of one round, after a rest: a process that has just worked waits longer on a busy machine."""
+    def time_fetch(self, name: str) -> float:
+        """GB/s of one round of that way."""
+        self.forget()
+        self.prepare.get(name, lambda: None)()
+        return self._time(self.ways[name])
+
+    def time_keep(self, name: str) -> float:
+        """GB/s of keeping one round's blobs that way."""
+        self.forget()
+        return self._time(self.keeps[name])
+
+    def _time(self, way: Callable[[], None]) -> float:
+        """After a rest: a process that has just worked waits longer on a busy machine."""
         time.sleep(REST_S)
         begun = time.perf_counter()
         way()
@@ -96,9 +128,24 @@ class FetchBench:
         self._expect_all(self.remote.fetch(self.slices, 120))
 
     def fetch_mapped(self) -> None:
-        futures = self.local.start_fetch(self.slices, 120)
-        list(self.threads.map(copy_arrays, [futures[i] for i in self.ids], self.targets))
+        self._expect_all(self.local.fetch(self.fresh, 120))
         assert self.local.counts.bytes_http == 0
+
+    def keep_new(self) -> None:
+        for _ in self.ids:
+            self.unlinking.keep("r", self.blob)
+
+    def keep_over(self) -> None:
+        self.fresh = self._slices([self.spool.keep("fresh", self.blob) for _ in self.ids])
+
+    def forget(self) -> None:
+        """Free what was kept anew: through the service, as a trainer does, or by unlinking it."""
+        freed, self.fresh = self.fresh, []
+        assert self.local.release(freed, "trainer") == len(freed)
+        while (self.spool.folder / "fresh").exists():
+            time.sleep(0.001)
+        for path in self.unlinking.folder.glob("r/*"):
+            self.unlinking.free([path.stem], "trainer")
 
     def _expect_all(self, fetched) -> None:
         assert all(isinstance(arrays, BranchArrays) for arrays in fetched.values()), fetched
@@ -140,14 +187,12 @@ class FetchBench:
             process.kill()
             process.join()
         self.spool.close()
+        self.unlinking.close()
 
 
-def copy_arrays(future: Future, target: np.ndarray) -> None:
-    arrays, at = future.result(), 0
-    assert isinstance(arrays, BranchArrays), arrays
-    for array in arrays.present().values():
-        np.copyto(target[at : at + array.nbytes], array.reshape(-1).view(np.uint8))
-        at += array.nbytes
+def make_slice(arrays: BranchArrays, url: str) -> PayloadSlice:
+    tokens, fields = arrays.num_tokens, tuple(arrays.present())
+    return PayloadSlice(url, STORE, "", tokens, tokens, fields, arrays.routing, nbytes_of(encode(arrays)))
 
 
 def start_server(serve: Callable, paths: Sequence[Path]):

@@ -6,7 +6,8 @@
 - the first holder that frees a blob is the one that is counted. The same holder again counts nothing, another
   holder counts as a double free, an id that was never kept counts as unknown;
 - a request that was discarded keeps nothing any more: its reservations are void, and so are later ones;
-- a reservation counts against the budget (`held_bytes`) from its line on, and as kept only when completed.
+- a reservation counts against the budget (`held_bytes`) from its line on, and as kept only when completed;
+- what it counts there is its `footprint`: the room of the file that it may come to lie in.
 
 A process that only needs to know what is there (a worker, a mapping reader) remembers no freed ids
 (`remember=0`). The service remembers the last `remember` of them; an older repeat is counted as unknown.
@@ -23,6 +24,16 @@ from moorage.records.payload import HOLDERS, Ledger
 
 REMEMBERED = 1_000_000
 _REMEMBERED_DISCARDS = 100_000
+RECYCLED_FROM = 1 << 20
+"""Blobs of so many bytes may lie in files that were another blob's before, and that are longer than they."""
+
+
+def footprint(nbytes: int) -> int:
+    """Room that a blob takes up at most: large ones are rounded up by less than an eighth, in steps."""
+    if nbytes < RECYCLED_FROM:
+        return nbytes
+    step = 1 << ((nbytes - 1).bit_length() - 4)
+    return -(-nbytes // step) * step
 
 
 @dataclass(slots=True)
@@ -69,7 +80,7 @@ class Account:
         if blob_id not in self.entries and request not in self.discarded:
             entry = Entry(blob_id, request, int(nbytes), float(time))
             self.entries[blob_id] = self.requests.setdefault(request, {})[blob_id] = entry
-            self.held_bytes += entry.nbytes
+            self.held_bytes += footprint(entry.nbytes)
             self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         return Outcome()
 
@@ -141,7 +152,7 @@ class Account:
         del siblings[entry.id]
         if not siblings:
             del self.requests[entry.request]
-        self.held_bytes -= entry.nbytes
+        self.held_bytes -= footprint(entry.nbytes)
 
     def is_known(self, blob_id: str) -> bool:
         """Whether the blob was ever kept, as far back as freed ids are remembered."""

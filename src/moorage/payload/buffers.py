@@ -15,11 +15,20 @@ import mmap
 import threading
 import weakref
 from collections import deque
+from typing import Protocol
 
 import numpy as np
 
 MIN_POOLED_BYTES = 256 * 1024
 _PAGE_BYTES = 2 * 1024 * 1024
+
+
+class Buffers(Protocol):
+    """Where fetched bytes go."""
+
+    def take(self, nbytes: int) -> np.ndarray:
+        """A uint8 array of `nbytes` that nobody else uses."""
+        ...
 
 
 class BufferPool:

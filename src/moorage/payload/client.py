@@ -3,8 +3,8 @@
 Promises:
 - `fetch` answers for every slice by the deadline: arrays cut to the slice, or a `PayloadError`. It retries
   lost connections, timeouts and 5xx with growing pauses; every other answer (404 above all) is final;
-- a store on this node is mapped, not transferred; over HTTP bytes go straight into the buffers that the
-  arrays view; when under half of a blob is kept, only the kept prefix travels;
+- a store on this node is read from its mapped files, not transferred; either way bytes go straight into the
+  buffers that the arrays view; when under half of a blob is kept, only the kept prefix is read;
 - no payload is cached: what the caller drops is gone; its memory, up to a bound, serves the next fetch;
 - `release` loses nothing: what could not be delivered (also when it is interrupted half-way) is tried again
   by the next call, and is named by `pending_releases` until then. An unknown id is done.
@@ -21,21 +21,21 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
-import numpy as np
 
 from moorage.core.errors import PayloadError
-from moorage.payload.buffers import BufferPool
-from moorage.payload.codec import BranchArrays, FieldLayout, check, cut, decode, header_nbytes, read_layout
+from moorage.payload.buffers import BufferPool, Buffers
+from moorage.payload.codec import BranchArrays, cut, decode
 from moorage.payload.directory import StoreDirectory
-from moorage.payload.ranges import first_layout, is_worth_cutting, second_layout
+from moorage.payload.mappings import Freed
+from moorage.payload.ranges import is_worth_cutting, read_prefix
 from moorage.payload.wire import Connection, ConnectionPool, ServiceAnswer
 from moorage.records.payload import HOLDERS, Ledger, PayloadRef, PayloadSlice
 
-_HEADER_GUESS = 1024
+_IDLE_BUFFER_BYTES = 1 << 29
 _RELEASE_CHUNK = 1000
 _TRY_S = 30.0
 _RELEASE_TRY_S = 5.0
@@ -71,18 +71,18 @@ class PayloadClient:
         connections: int = 8,
         run_dir: str | os.PathLike[str] | None = None,
         map_local: bool = True,
-        idle_buffer_bytes: int = 1 << 29,
+        buffers: Buffers | None = None,
     ) -> None:
         """`run_dir`: run folder with address files; None: the references' urls serve, nothing is mapped.
 
-        `connections`: parallel fetches, and connections per store. `idle_buffer_bytes`: memory of earlier
-        fetches that may wait for the next.
+        `connections`: parallel fetches, and connections per store. `buffers`: where fetched bytes go; None: a
+        pool in which up to half a GiB of earlier fetches waits for the next.
         """
         self.counts = FetchCounts()
         self._pool = ConnectionPool(token)
         self._stores = StoreDirectory(run_dir)
         self._map_local = map_local
-        self._buffers = BufferPool(idle_buffer_bytes)
+        self._buffers = buffers or BufferPool(_IDLE_BUFFER_BYTES)
         self._threads = ThreadPoolExecutor(connections, thread_name_prefix="payload")
         self._lock = threading.Lock()
         self._pending: dict[tuple[str, str], tuple[PayloadRef, str]] = {}
@@ -107,7 +107,7 @@ class PayloadClient:
 
     def _fetch_one(self, piece: PayloadSlice, deadline: float) -> BranchArrays | PayloadError:
         try:
-            arrays = self._map(piece) or self._fetch_http(piece, deadline)
+            arrays = self._read_local(piece) or self._fetch_http(piece, deadline)
             _check_slice(arrays, piece)
         except PayloadError as error:
             with self._lock:
@@ -117,21 +117,33 @@ class PayloadClient:
             self.counts.blobs += 1
         return cut(arrays, piece.num_tokens)
 
-    def _map(self, piece: PayloadSlice) -> BranchArrays | None:
+    def _read_local(self, piece: PayloadSlice) -> BranchArrays | None:
         local = self._stores.local(piece) if self._map_local else None
-        whole = not is_worth_cutting(piece.num_tokens, piece.total_tokens, piece.nbytes)
-        blob = local.map(piece.id, piece.nbytes, whole=whole) if local is not None else None
-        if blob is None:
+        blob = local.open(piece.id) if local is not None else None
+        if blob is None or blob.nbytes != piece.nbytes:
             return None
-        arrays = decode(blob)
+        try:
+            if is_worth_cutting(piece.num_tokens, piece.total_tokens, piece.nbytes):
+                arrays = read_prefix(blob.read_into, piece.num_tokens, piece.nbytes, self._buffers)
+                size = sum(array.nbytes for array in arrays.present().values())
+            else:
+                whole = blob.read_into(self._buffers.take)
+                arrays, size = decode(whole.data), len(whole)
+        except Freed:
+            return None  # over HTTP it is a 404 that names it
         with self._lock:
-            self.counts.bytes_mapped += len(blob)
+            self.counts.bytes_mapped += size
         return arrays
 
     def _fetch_http(self, piece: PayloadSlice, deadline: float) -> BranchArrays:
         def attempt(connection: Connection, try_deadline: float) -> BranchArrays:
             if is_worth_cutting(piece.num_tokens, piece.total_tokens, piece.nbytes):
-                arrays = _fetch_prefix(connection, piece, self._buffers, try_deadline)
+                arrays = read_prefix(
+                    lambda target, span: connection.read_into(f"/{piece.id}", target, try_deadline, span),
+                    piece.num_tokens,
+                    piece.nbytes,
+                    self._buffers,
+                )
                 size = sum(array.nbytes for array in arrays.present().values())
             else:
                 blob = connection.read_into(f"/{piece.id}", self._buffers.take, try_deadline)
@@ -198,7 +210,9 @@ class PayloadClient:
             for (_, _, holder), refs in orders.items()
             for start in range(0, len(refs), _RELEASE_CHUNK)
         ]
-        return sum(future.result() for future in futures)
+        delivered = sum(future.result() for future in futures)
+        self._stores.sweep()
+        return delivered
 
     def _release_chunk(self, refs: Sequence[PayloadRef], by: str, deadline: float) -> int:
         body = msgspec.json.encode({"ids": [ref.id for ref in refs], "by": by})
@@ -247,37 +261,6 @@ class PayloadClient:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _fetch_prefix(
-    connection: Connection, piece: PayloadSlice, buffers: BufferPool, deadline: float
-) -> BranchArrays:
-    path = f"/{piece.id}"
-    head = connection.read_into(path, buffers.take, deadline, (0, min(_HEADER_GUESS, piece.nbytes)))
-    if (size := header_nbytes(head.data)) > len(head):
-        head = connection.read_into(path, buffers.take, deadline, (0, min(size, piece.nbytes)))
-    layout = read_layout(head.data)
-    arrays = _fetch_fields(connection, path, first_layout(layout, piece.num_tokens), buffers, deadline)
-    kept = BranchArrays(**arrays)
-    kept = replace(kept, **_fetch_fields(connection, path, second_layout(layout, kept), buffers, deadline))
-    check(kept)
-    return kept
-
-
-def _fetch_fields(
-    connection: Connection,
-    path: str,
-    layout: dict[str, FieldLayout],
-    buffers: BufferPool,
-    deadline: float,
-) -> dict[str, np.ndarray]:
-    arrays = {}
-    for name, field in layout.items():
-        target = buffers.take(field.nbytes)
-        if field.nbytes:
-            connection.read_into(path, target, deadline, (field.offset, field.offset + field.nbytes))
-        arrays[name] = target.view(field.dtype).reshape(field.shape)
-    return arrays
 
 
 def _check_slice(arrays: BranchArrays, piece: PayloadSlice) -> None:

@@ -5,7 +5,8 @@ Promises:
 - at most `max_connections` at a time (one more is answered 503 and closed), heads and bodies are bounded, an
   idle connection is closed after `idle_timeout_s`, a head must arrive within `head_timeout_s`, a reader that
   takes nothing for `send_timeout_s` is dropped;
-- blob bytes go from file to socket by `sendfile`, never through this process's memory.
+- blob bytes go from file to socket by `sendfile`, never through this process's memory (but for large blobs on
+  a read-only file system, see `store.py`).
 
 Timeouts are the kernel's (SO_RCVTIMEO, SO_SNDTIMEO), so sockets stay blocking and one call sends a blob.
 Does not know: what a blob is (`store.py` does).
@@ -34,12 +35,13 @@ from moorage.payload.http import (
     parse_head,
     parse_range,
 )
-from moorage.payload.store import Damaged, Store
+from moorage.payload.store import Damaged, OpenBlob, Store
 from moorage.records.payload import HOLDERS
 
 log = get_logger(__name__)
 
 _SEND_BYTES = 1 << 30
+_COPY_BYTES = 1 << 20
 
 
 class ReleaseBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -192,15 +194,15 @@ class PayloadListener:
     def _send_blob(self, peer: socket.socket, request: Request) -> bool:
         blob_id = request.path.lstrip("/")
         try:
-            opened = self.store.open(blob_id)
+            blob = self.store.open(blob_id)
         except Damaged as damage:
             log.error("%s", damage)
             send_text(peer, 410, str(damage), keep_alive=request.keep_alive)
             return request.keep_alive
-        if opened is None:
+        if blob is None:
             send_text(peer, 404, f"no payload {blob_id} is kept here", keep_alive=request.keep_alive)
             return request.keep_alive
-        fd, size = opened
+        size = blob.nbytes
         try:
             part = parse_range(request.headers.get("range"), size)
             start, stop = part or (0, size)
@@ -209,9 +211,9 @@ class PayloadListener:
             )
             head = make_head(206 if part else 200, stop - start, keep_alive=request.keep_alive, extra=extra)
             peer.sendall(head, socket.MSG_MORE)
-            send_file(peer, fd, start, stop)
+            send_file(peer, blob.fd, start, stop) if blob.fixed else send_copies(peer, blob, start, stop)
         finally:
-            os.close(fd)
+            os.close(blob.fd)
         return request.keep_alive
 
     def _delete(self, peer: socket.socket, request: Request) -> None:
@@ -255,6 +257,16 @@ def send_file(peer: socket.socket, fd: int, start: int, stop: int) -> None:
         if sent == 0:
             raise ConnectionError("payload file ended while it was sent")
         start += sent
+
+
+def send_copies(peer: socket.socket, blob: OpenBlob, start: int, stop: int) -> None:
+    """Bytes `start:stop` of a blob whose file may be written over: copied first, then looked at again."""
+    while start < stop:
+        data = os.pread(blob.fd, min(_COPY_BYTES, stop - start), start)
+        if not data or not blob.is_there():
+            raise ConnectionError("payload was freed while it was sent")
+        peer.sendall(data)
+        start += len(data)
 
 
 def send_text(peer: socket.socket, status: int, text: str, *, keep_alive: bool) -> None:

@@ -4,14 +4,13 @@ A reference names its store (`<split>/<name>.<node>`); the address file `envs/<s
 of the run folder says the url of now (after a restart it is another one) and the spool. Promises:
 
 - without a run folder or an address file the url of the reference serves; a null url means: not yet;
-- a store of this node is read from its own journal and files, so a blob that was freed is not found, exactly
-  as over HTTP; whatever goes wrong there is no error, the caller goes on over HTTP.
+- a store of this node is read from its own journal and files (`mappings.py`), so a blob that was freed is not
+  found, exactly as over HTTP; whatever goes wrong there is no error, the caller goes on over HTTP.
 """
 
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import threading
 import time
@@ -22,6 +21,7 @@ from moorage.core.errors import PayloadError
 from moorage.core.net import node_name
 from moorage.core.rundir import read_json
 from moorage.payload.journal import JOURNAL_NAME
+from moorage.payload.mappings import LocalBlob, Mappings
 from moorage.payload.spool import Spool, attempt_keys
 from moorage.records.payload import PayloadRef, PayloadSlice
 
@@ -31,42 +31,25 @@ _FRESH_S = 1.0
 class LocalStore:
     """Blob files of the attempts under one spool folder, read only."""
 
-    def __init__(self, spool: Path) -> None:
+    def __init__(self, spool: Path, mappings: Mappings) -> None:
         self._spool = spool
+        self._mappings = mappings
         self._lock = threading.Lock()
         self._attempts: dict[str, Spool] = {}
 
-    def map(self, blob_id: str, nbytes: int, *, whole: bool = True) -> mmap.mmap | None:
-        """The blob's file as memory, or None when it is not there whole.
-
-        `whole`: have its pages in place at the return, rather than one by one as they are first read.
-        """
+    def open(self, blob_id: str) -> LocalBlob | None:
+        """The blob, or None when it is not there whole."""
         with self._lock:
-            path = self._find(blob_id)
-        if path is None:
-            return None
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            return None
-        try:
-            if os.fstat(fd).st_size != nbytes:
-                return None
-            flags = mmap.MAP_SHARED | (getattr(mmap, "MAP_POPULATE", 0) if whole else 0)
-            return mmap.mmap(fd, nbytes, flags=flags, prot=mmap.PROT_READ)
-        except (OSError, ValueError):
-            return None
-        finally:
-            os.close(fd)
+            found = self._find(blob_id)
+            if found is None:
+                self._refresh()
+                found = self._find(blob_id)
+        return None if found is None else self._mappings.open(*found)
 
-    def _find(self, blob_id: str) -> Path | None:
+    def _find(self, blob_id: str) -> tuple[Path, int] | None:
         for spool in reversed(self._attempts.values()):
             if (entry := spool.find(blob_id)) is not None:
-                return spool.path_of(entry)
-        self._refresh()
-        for spool in reversed(self._attempts.values()):
-            if (entry := spool.find(blob_id)) is not None:
-                return spool.path_of(entry)
+                return spool.path_of(entry), entry.nbytes
         return None
 
     def _refresh(self) -> None:
@@ -98,6 +81,7 @@ class StoreDirectory:
         self._lock = threading.Lock()
         self._read: dict[str, tuple[float, dict[str, Any] | None]] = {}
         self._local: dict[str, LocalStore] = {}
+        self._mappings = Mappings()
 
     def url(self, ref: PayloadRef | PayloadSlice) -> str:
         """The payload url of the reference's store. Raises ConnectionError while it has none: it has yet to
@@ -115,7 +99,7 @@ class StoreDirectory:
         spool = Path(address["spool"])
         with self._lock:
             if str(spool) not in self._local:
-                self._local[str(spool)] = LocalStore(spool)
+                self._local[str(spool)] = LocalStore(spool, self._mappings)
             return self._local[str(spool)]
 
     def _address(self, store: str) -> dict[str, Any] | None:
@@ -136,8 +120,13 @@ class StoreDirectory:
                 return address
         return None
 
+    def sweep(self) -> None:
+        """Let go of the memory of files that are gone."""
+        self._mappings.sweep()
+
     def close(self) -> None:
         with self._lock:
             for local in self._local.values():
                 local.close()
             self._local.clear()
+        self._mappings.close()

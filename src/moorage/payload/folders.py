@@ -3,6 +3,7 @@
     <root>/<attempt key>/journal
     <root>/<attempt key>/owner.json                       pid and node of the env server
     <root>/<attempt key>/<request id>/<blob id>.safetensors
+    <root>/<attempt key>/.recycled/                       files of freed blobs (recycle.py)
 
 Promises: a blob is written under a temporary name and renamed, so a reader sees the whole blob or none; a
 folder that `remove_folder` removed is gone, also when somebody wrote into it meanwhile. Does not know: who
@@ -124,10 +125,18 @@ def owner_lives(folder: Path) -> bool:
     return process_birth(owner["pid"]) == owner["birth"]
 
 
-def write_blob(path: Path, buffers: Sequence[Buffer]) -> None:
-    """Write one blob, making its request's folder when need be. Raises OSError; then nothing is left."""
-    temporary = path.with_suffix(".tmp")
-    fd = _open_new(temporary)
+def temporary_of(path: Path) -> Path:
+    """Where a blob is written before it is renamed to `path`."""
+    return path.with_suffix(".tmp")
+
+
+def write_blob(path: Path, buffers: Sequence[Buffer], *, over: bool = False) -> None:
+    """Write one blob, making its request's folder when need be. Raises OSError; then nothing is left.
+
+    `over`: write over the file that lies at `temporary_of(path)`, which keeps its length if that is more.
+    """
+    temporary = temporary_of(path)
+    fd = os.open(temporary, os.O_WRONLY | os.O_CLOEXEC) if over else _open_new(temporary)
     try:
         rest = [memoryview(buffer).cast("B") for buffer in buffers]
         while rest:

@@ -1,4 +1,4 @@
-"""Which bytes of a blob are needed for its first n tokens. Pure.
+"""Which bytes of a blob are needed for its first n tokens. Pure: how bytes are read comes as an argument.
 
 A blob that is mostly cut away is not worth transferring whole (`is_worth_cutting`). Then the header tells
 where the fields lie, and one range per field asks for the kept prefix. Fields whose rows depend on others
@@ -7,15 +7,22 @@ where the fields lie, and one range per field asks for the kept prefix. Fields w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+import numpy as np
+
 from moorage.core.errors import PayloadError
-from moorage.payload.codec import BranchArrays, FieldLayout, kept_rows
+from moorage.payload.buffers import Buffers
+from moorage.payload.codec import BranchArrays, FieldLayout, check, header_nbytes, kept_rows, read_layout
 
 FIRST_ROUND = ("token_ids", "loss_mask", "logprobs", "content_mask", "sampling_counts", "routed_experts")
 SECOND_ROUND = ("sampling_ids", "head_ids", "head_logprobs")
 MIN_SAVING_BYTES = 256 * 1024
+_HEADER_GUESS = 1024
+
+ReadInto = Callable[[np.ndarray, tuple[int, int]], object]
+"""Fills an array with the bytes of a span (start, stop) of the blob."""
 
 
 def is_worth_cutting(num_tokens: int, total_tokens: int, nbytes: int) -> bool:
@@ -24,6 +31,34 @@ def is_worth_cutting(num_tokens: int, total_tokens: int, nbytes: int) -> bool:
         2 * num_tokens < total_tokens
         and nbytes * (total_tokens - num_tokens) > MIN_SAVING_BYTES * total_tokens
     )
+
+
+def read_prefix(read: ReadInto, num_tokens: int, nbytes: int, buffers: Buffers) -> BranchArrays:
+    """The first `num_tokens` tokens of a blob of `nbytes`. Raises PayloadError when it is no such blob."""
+    head = _read_span(read, buffers, 0, min(_HEADER_GUESS, nbytes))
+    if (size := header_nbytes(head.data)) > len(head):
+        head = _read_span(read, buffers, 0, min(size, nbytes))
+    layout = read_layout(head.data)
+    kept = BranchArrays(**_read_fields(read, first_layout(layout, num_tokens), buffers))
+    kept = replace(kept, **_read_fields(read, second_layout(layout, kept), buffers))
+    check(kept)
+    return kept
+
+
+def _read_fields(
+    read: ReadInto, layout: Mapping[str, FieldLayout], buffers: Buffers
+) -> dict[str, np.ndarray]:
+    return {
+        name: _read_span(read, buffers, field.offset, field.nbytes).view(field.dtype).reshape(field.shape)
+        for name, field in layout.items()
+    }
+
+
+def _read_span(read: ReadInto, buffers: Buffers, start: int, size: int) -> np.ndarray:
+    target = buffers.take(size)
+    if size:
+        read(target, (start, start + size))
+    return target
 
 
 def first_layout(layout: Mapping[str, FieldLayout], num_tokens: int) -> dict[str, FieldLayout]:

@@ -5,15 +5,18 @@ Every process of the env server (broker, workers) has its own `Spool` on the sam
 - `keep` holds the byte budget over all processes: it waits for room, then fails with the reason;
 - whoever dies at whatever instant, `discard(request)` removes what the request had and counts what was kept;
 - a keep that loses the race against a discard of its request leaves nothing and raises `PayloadError`;
-- every failure of the disk (full, read-only, folder gone) is a `PayloadError` that names the folder.
+- every failure of the disk (full, read-only, folder gone) is a `PayloadError` that names the folder;
+- held and recycled files together stay in the budget; recycled ones go first when a keep needs the room.
 
-Order inside `keep`: reserve in the journal (under its lock, so the budget is exact), write, rename, say kept.
-Order inside a free: journal first, then unlink; `sweep` finishes what a kill left between the two.
+Order inside `keep`: reserve in the journal and take a recycled file (both under its lock, so the budget is
+exact), write, rename, say kept. Order inside a free: journal first, then unlink or recycle; `sweep` finishes
+what a kill left between the two.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import secrets
@@ -23,7 +26,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from moorage.core.errors import PayloadError
-from moorage.payload.account import Account, Entry, Outcome
+from moorage.payload.account import Account, Entry, Outcome, footprint
 from moorage.payload.codec import Buffer, nbytes_of
 from moorage.payload.folders import (
     SUFFIX,
@@ -36,10 +39,12 @@ from moorage.payload.folders import (
     owner_lives,
     remove_attempt,
     remove_folder,
+    temporary_of,
     write_blob,
     write_owner,
 )
 from moorage.payload.journal import JOURNAL_NAME, Journal, JournalFull
+from moorage.payload.recycle import Recycled, read_nbytes
 from moorage.records.payload import Ledger
 
 __all__ = ["SUFFIX", "TMPFS", "Spool", "attempt_keys", "choose_spool_root", "has_room", "remove_attempt"]
@@ -47,6 +52,7 @@ __all__ = ["SUFFIX", "TMPFS", "Spool", "attempt_keys", "choose_spool_root", "has
 ADOPTED = "adopted"
 _ID = re.compile(r"[0-9a-f]{32}")
 _POLL_S = 0.02
+_RECYCLE_WAIT_S = 0.005
 
 
 class Spool:
@@ -73,6 +79,7 @@ class Spool:
             make_folder(self.folder)
         self._journal = Journal(self.folder / JOURNAL_NAME, create=create, writable=writable)
         self._account = Account(remember)
+        self._recycled = Recycled(self.folder)
         self._lock = threading.RLock()
 
     def own(self) -> None:
@@ -95,10 +102,10 @@ class Spool:
         blob_id = secrets.token_hex(16)
         folder = self.folder / check_name(request_id, "request id")
         given_up = given_up or threading.Event()
-        self._reserve(blob_id, request_id, nbytes_of(buffers), time.monotonic() + timeout_s, given_up)
         path = folder / f"{blob_id}{SUFFIX}"
+        over = self._reserve(path, nbytes_of(buffers), time.monotonic() + timeout_s, given_up)
         try:
-            write_blob(path, buffers)
+            self._write(path, buffers, over)
             self._append("K", blob_id)
         except BaseException as error:
             with contextlib.suppress(OSError, PayloadError):
@@ -114,10 +121,20 @@ class Spool:
         self._check_discarded(request_id, folder)
         return blob_id
 
-    def _reserve(
-        self, blob_id: str, request_id: str, nbytes: int, deadline: float, given_up: threading.Event
-    ) -> None:
-        if nbytes > self.budget_bytes:
+    def _write(self, path: Path, buffers: Sequence[Buffer], over: bool) -> None:
+        try:
+            write_blob(path, buffers, over=over)
+        except OSError as error:
+            made_room = error.errno == errno.ENOSPC and self._recycled.clear() > 0
+            if not (over or made_room):  # a file that was taken may have been marked since: take a new one
+                raise
+            temporary_of(path).unlink(missing_ok=True)
+            write_blob(path, buffers)
+
+    def _reserve(self, path: Path, nbytes: int, deadline: float, given_up: threading.Event) -> bool:
+        """Take room for the blob at `path`; whether a recycled file lies at its temporary name."""
+        request_id, blob_id, room = path.parent.name, path.stem, footprint(nbytes)
+        if room > self.budget_bytes:
             raise PayloadError(
                 f"a payload of {nbytes} bytes is larger than the whole spool budget of {self.budget_bytes}; "
                 f"raise payload.spool_budget_mib"
@@ -127,8 +144,9 @@ class Spool:
                 raise PayloadError(f"request {request_id} was given up while its payloads were kept")
             with self._lock, self._journal.lock(deadline):
                 self._catch_up()
-                if self._account.held_bytes + nbytes <= self.budget_bytes:
+                if (spare := self.budget_bytes - self._account.held_bytes - room) >= 0:
                     self._journal.append("R", f"{time.time():.3f}", blob_id, request_id, str(nbytes))
+                    over = self._recycled.take(nbytes, temporary_of(path), spare)
                     break
                 held = self._account.held_bytes
             if time.monotonic() > deadline:
@@ -137,7 +155,8 @@ class Spool:
                     f"freed in time for {nbytes} more; raise payload.spool_budget_mib or free sooner"
                 )
             given_up.wait(_POLL_S)
-        self._check_discarded(request_id, self.folder / request_id)
+        self._check_discarded(request_id, path.parent)
+        return over
 
     def _check_discarded(self, request_id: str, folder: Path) -> None:
         self.catch_up()
@@ -152,6 +171,7 @@ class Spool:
         try:
             outcome = self._record(*event)
         except JournalFull:  # nothing would ever be freed again: make room first
+            self._recycled.clear()
             remove_folder(self.folder / request_id)
             outcome = self._record(*event)
         remove_folder(self.folder / request_id)
@@ -167,6 +187,7 @@ class Spool:
             try:
                 outcome = self._record(*event)
             except JournalFull:  # nothing would ever be freed again: make room first
+                self._recycled.clear()
                 for entry in filter(None, map(self.find, chunk)):
                     self.remove_file(entry)
                 outcome = self._record(*event)
@@ -190,6 +211,7 @@ class Spool:
                 freed += self.discard(request, holder)
             else:
                 freed += len(self.free([blob_id for blob_id in ids if blob_id not in keep], holder).freed)
+        self._recycled.clear()
         return freed
 
     def adopt(self, blob_ids: Iterable[str]) -> tuple[str, ...]:
@@ -200,9 +222,10 @@ class Spool:
         for path in self.root.glob(f"*/*/*{SUFFIX}"):
             blob_id = path.name[: -len(SUFFIX)]
             if blob_id in wanted and path.parent.parent != self.folder:
+                if (nbytes := read_nbytes(path)) is None:
+                    continue
                 make_folder(target)
                 with self._lock:
-                    nbytes = path.stat().st_size
                     self._record("R", f"{time.time():.3f}", blob_id, ADOPTED, str(nbytes))
                     os.replace(path, target / path.name)
                     self._record("K", blob_id)
@@ -245,6 +268,27 @@ class Spool:
             path.unlink()
         with contextlib.suppress(OSError):
             path.parent.rmdir()
+
+    def recycle_file(self, entry: Entry) -> None:
+        """Have a freed blob's file wait for a later blob, or unlink it.
+
+        What is held and what waits together never pass the most that was ever held.
+        """
+        with contextlib.suppress(OSError, PayloadError), self._lock:
+            self._put(entry)
+        self.remove_file(entry)
+
+    def _put(self, entry: Entry) -> None:
+        if self.ended or not self._recycled.suits(entry.nbytes):
+            return
+        with self._journal.lock(time.monotonic() + _RECYCLE_WAIT_S):
+            self._catch_up()
+            room = self._account.peak_bytes - self._account.held_bytes
+            self._recycled.put(self.path_of(entry), entry.nbytes, room)
+
+    def drop_recycled(self) -> None:
+        """Unlink the files that wait."""
+        self._recycled.clear()
 
     def find(self, blob_id: str) -> Entry | None:
         """The entry of a kept blob, None when it is unknown or freed."""

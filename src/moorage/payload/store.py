@@ -3,7 +3,9 @@
 Promises:
 - an attempt whose folder appears is served without a restart (take-over), one whose journal ends is dropped;
 - `free` is recorded before it is answered, so a service that is killed and started again knows it;
-- a kept blob that is missing or cut short on disk is `Damaged`, counted, never served.
+- a kept blob that is missing or cut short on disk is `Damaged`, counted, never served;
+- a blob that is opened to be sent is first marked, so that its file is never written over (`recycle.py`);
+  where that cannot be done it is not `fixed`, and must be looked at after every copy.
 
 Safe to use from several threads. Does not know: sockets, tokens.
 """
@@ -17,11 +19,13 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from moorage.core.errors import PayloadError
-from moorage.payload.account import REMEMBERED, Entry
+from moorage.payload.account import RECYCLED_FROM, REMEMBERED, Entry
+from moorage.payload.recycle import holds, mark_sent, names
 from moorage.payload.spool import Spool, attempt_keys
 from moorage.records.payload import Ledger
 
@@ -30,6 +34,22 @@ _LOOK_AGAIN_S = 0.01
 
 class Damaged(Exception):
     """A kept blob cannot be read whole; the message names the file."""
+
+
+class OpenBlob(NamedTuple):
+    """A kept blob, opened to be sent: the first `nbytes` bytes of a file that may be longer.
+
+    `fixed`: nobody will write over them. Otherwise copy, then ask whether it `is_there` still.
+    """
+
+    fd: int
+    nbytes: int
+    path: Path
+    fixed: bool
+
+    def is_there(self) -> bool:
+        """Whether what was read so far is the blob."""
+        return names(self.path, self.fd)
 
 
 class Released(msgspec.Struct):
@@ -50,11 +70,11 @@ class Held(msgspec.Struct):
 
 
 class Reaper:
-    """Unlinks freed files in a thread of its own: giving back the pages of a large tmpfs file takes
+    """Recycles or unlinks freed files in a thread of its own: giving back the pages of a large file takes
     milliseconds, and whoever frees a thousand should not wait for it. A kill leaves them to `Spool.sweep`."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[Spool, Entry] | None] = queue.SimpleQueue()
+        self._queue: queue.Queue[tuple[Spool, Entry] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._run, name="payload-reaper", daemon=True)
         self._thread.start()
 
@@ -65,10 +85,15 @@ class Reaper:
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
             spool, entry = item
-            spool.remove_file(entry)
+            spool.recycle_file(entry)
+            self._queue.task_done()
+
+    def wait(self) -> None:
+        """Until everything that was added is done."""
+        self._queue.join()
 
     def close(self) -> None:
-        """Unlink what is queued, then end."""
+        """Do what is queued, then end."""
         self._queue.put(None)
         self._thread.join()
 
@@ -99,30 +124,34 @@ class Store:
                     del self._spools[key]
                     spool.close()
 
-    def open(self, blob_id: str) -> tuple[int, int] | None:
-        """(file descriptor, size) of a kept blob, None when it is unknown or freed. Raises Damaged."""
+    def open(self, blob_id: str) -> OpenBlob | None:
+        """A kept blob, None when it is unknown or freed. Raises Damaged. The descriptor is the caller's."""
         for last in (False, False, True):
             located = self._locate(blob_id)
             if located is None:
                 return None
             spool, entry = located
+            path = spool.path_of(entry)
             try:
-                fd = os.open(spool.path_of(entry), os.O_RDONLY | os.O_CLOEXEC)
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             except OSError as error:
                 if not last:  # freed, or adopted by another attempt, since it was looked up
                     time.sleep(_LOOK_AGAIN_S)
                     self.refresh()
                     continue
                 spool.mark_damaged(blob_id)
-                raise Damaged(f"payload file {spool.path_of(entry)}: {error.strerror}") from error
+                raise Damaged(f"payload file {path}: {error.strerror}") from error
             size = os.fstat(fd).st_size
-            if size == entry.nbytes:
-                return fd, size
+            if holds(size, entry.nbytes):
+                blob = OpenBlob(fd, entry.nbytes, path, entry.nbytes < RECYCLED_FROM or mark_sent(fd))
+                if blob.is_there():  # after the mark: see `recycle.py`
+                    return blob
+                os.close(fd)
+                continue
             os.close(fd)
             spool.mark_damaged(blob_id)
             raise Damaged(
-                f"payload file {spool.path_of(entry)} has {size} bytes, {entry.nbytes} were kept: "
-                "cut short on disk"
+                f"payload file {path} has {size} bytes, {entry.nbytes} were kept: cut short on disk"
             )
         return None
 
@@ -155,6 +184,10 @@ class Store:
             released.unknown += outcome.unknown
         return released
 
+    def settle(self) -> None:
+        """Wait until the files of all that was freed are gone or wait for a later blob."""
+        self._reaper.wait()
+
     def ledger(self) -> Ledger:
         """The sum over the attempts that are there."""
         self.refresh()
@@ -180,5 +213,6 @@ class Store:
         self._reaper.close()
         with self._lock:
             for spool in self._spools.values():
+                spool.drop_recycled()
                 spool.close()
             self._spools.clear()

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 
 from moorage.payload.codec import BranchArrays, encode, nbytes_of
+from moorage.payload.recycle import lies_in_memory
+from moorage.payload.spool import TMPFS
 from moorage.records.payload import PayloadSlice
 
 OPTIONAL = ("content_mask", "routed_experts", "sampling", "head")
@@ -59,6 +67,15 @@ def branches(max_tokens: int = 40) -> st.SearchStrategy[BranchArrays]:
         wide=st.booleans(),
         head_k=st.integers(1, 5),
     )
+
+
+@contextmanager
+def memory_folder() -> Iterator[Path]:
+    """A new folder on tmpfs, where files of freed blobs are recycled; the test is skipped without."""
+    if not TMPFS.is_dir() or not lies_in_memory(TMPFS):
+        pytest.skip("no tmpfs here")
+    with tempfile.TemporaryDirectory(prefix="test-payload-", dir=TMPFS) as folder:
+        yield Path(folder)
 
 
 def join(buffers) -> bytes:

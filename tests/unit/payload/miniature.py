@@ -8,18 +8,26 @@ this must find each of them.
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import random
 import shutil
+import socket
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from moorage.core.errors import PayloadError
+from moorage.payload.account import RECYCLED_FROM
+from moorage.payload.codec import BranchArrays, encode
 from moorage.payload.custody import Custody
+from moorage.payload.mappings import Freed, LocalBlob, Mappings
 from moorage.payload.spool import SUFFIX, Spool, remove_attempt
 from moorage.payload.store import Store
 from moorage.records.payload import PayloadRef
+from tests.unit.payload.builders import join, make_arrays
 
 BUGS = (
     "failed encoding keeps the earlier branches",
@@ -44,7 +52,11 @@ BUGS = (
     "take-over discards what it adopted",
     "queue is not released at shutdown",
     "trainer does not release at shutdown",
+    "file is recycled before the journal says freed",
+    "file that was sent is written over",
+    "mapped reader does not look again",
 )
+SENT_BYTES = 1 << 14
 
 
 @dataclass
@@ -53,6 +65,19 @@ class Episode:
     split: str
     ids: list[str] = field(default_factory=list)
     state: str = "running"
+
+
+@dataclass
+class Sending:
+    """A blob whose first bytes are in a socket, unread."""
+
+    id: str
+    near: socket.socket
+    far: socket.socket
+
+    def close(self) -> None:
+        self.near.close()
+        self.far.close()
 
 
 class MiniRun:
@@ -67,13 +92,17 @@ class MiniRun:
         self.num = 0
         self.episodes: list[Episode] = []
         self.batches: list[list[str]] = []
+        self.contents: dict[str, bytes] = {}
+        self.mappings = Mappings()
+        self.readings: list[tuple[str, Path, LocalBlob | mmap.mmap]] = []
+        self.sendings: list[Sending] = []
         self._start_attempt()
         self.store = Store(self.root)
 
     def _start_attempt(self) -> None:
         self.attempt += 1
-        self.spool = Spool(self.root, f"run.{self.attempt}", 1 << 20, remember=1000)
-        self.worker = Spool(self.root, f"run.{self.attempt}", 1 << 20)
+        self.spool = Spool(self.root, f"run.{self.attempt}", 1 << 30, remember=1000)
+        self.worker = Spool(self.root, f"run.{self.attempt}", 1 << 30)
         self.custody = {name: Custody(name) for name in ("dispatcher", "train_sink", "eval_sink", "trainer")}
         self.episodes, self.batches = [], []
 
@@ -83,9 +112,22 @@ class MiniRun:
         self.num += 1
         self.episodes.append(Episode(f"r{self.num}", split))
 
-    def finish(self, episode: Episode, branches: int) -> None:
-        episode.ids = [self.worker.keep(episode.request, [b"x" * 10]) for _ in range(branches)]
+    def finish(self, episode: Episode, branches: int, *, large: bool = False) -> None:
+        episode.ids = [self._keep(episode.request, large) for _ in range(branches)]
         episode.state = "replied"
+
+    def _keep(self, request: str, large: bool) -> str:
+        """A blob of bytes that no other has; large ones come in sizes that fit into one file."""
+        arrays = make_arrays(4, seed=len(self.contents), optional=())
+        if large:
+            tokens = RECYCLED_FROM // 9 + 1 + len(self.contents) % 3
+            ids = np.full(tokens, len(self.contents), np.int32)
+            mask = np.full(tokens, len(self.contents) % 2, np.uint8)
+            arrays = BranchArrays(token_ids=ids, loss_mask=mask, logprobs=ids.astype(np.float32))
+        blob = encode(arrays)
+        blob_id = self.worker.keep(request, blob)
+        self.contents[blob_id] = join(blob)
+        return blob_id
 
     def fail_encoding(self, episode: Episode, branches: int) -> None:
         for _ in range(branches):
@@ -186,20 +228,75 @@ class MiniRun:
 
     # trainer
 
-    def train(self, failing: int) -> None:
+    def train(self, failing: int, *, mapped: bool = False) -> None:
         """Fetch the oldest batch (the first `failing` of its fetches fail), agree, delete all of it."""
         batch = self.batches.pop(0)
         for blob_id in batch[failing:]:
-            opened = self.store.open(blob_id)
-            if opened is None and blob_id in self.lost:
+            data = self._fetch(blob_id, mapped)
+            if data is None and blob_id in self.lost:
                 continue  # its server died: the micro batch is dropped, the delete is answered 404
-            assert opened is not None, f"the trainer holds {blob_id}, but it cannot be fetched"
-            os.close(opened[0])
+            assert data is not None, f"the trainer holds {blob_id}, but it cannot be fetched"
+            assert data == self.contents[blob_id], "the trainer has another blob's bytes"
         forgotten = batch[:failing] if "failed fetch is not deleted" in self.bugs else []
         refs = [r for r in self.custody["trainer"].release(batch) if r.id not in forgotten]
         self.release(refs, "trainer")
         if "two ranks delete under two names" in self.bugs:
             self.release(refs, "train_sink")
+
+    # readers
+
+    def _fetch(self, blob_id: str, mapped: bool) -> bytes | None:
+        if mapped:
+            entry = self.spool.find(blob_id)
+            blob = self.mappings.open(self.spool.path_of(entry), entry.nbytes) if entry else None
+            return copy_of(blob) if blob else None
+        opened = self.store.open(blob_id)
+        if opened is None:
+            return None
+        try:
+            return os.pread(opened.fd, opened.nbytes, 0)
+        finally:
+            os.close(opened.fd)
+
+    def start_reading_of(self, blob_id: str) -> None:
+        """A reader on this host maps a blob and is held up before it copies."""
+        entry = self.spool.find(blob_id)
+        assert entry is not None
+        path = self.spool.path_of(entry)
+        if "mapped reader does not look again" in self.bugs:
+            with path.open("rb") as file:
+                blob = mmap.mmap(file.fileno(), entry.nbytes, prot=mmap.PROT_READ)
+        else:
+            blob = self.mappings.open(path, entry.nbytes)
+            assert blob is not None
+        self.readings.append((entry.id, path, blob))
+
+    def end_reading(self) -> None:
+        blob_id, path, blob = self.readings.pop(0)
+        try:
+            data = copy_of(blob) if isinstance(blob, LocalBlob) else blob[:]
+        except Freed:
+            assert not path.exists(), "a blob that is there is said to be freed"
+            return
+        assert data == self.contents[blob_id], "a mapped reader has another blob's bytes"
+
+    def start_sending_of(self, blob_id: str) -> None:
+        """The service hands the first bytes of a blob to a socket whose peer reads later."""
+        blob = self.store.open(blob_id)
+        assert blob is not None
+        sending = Sending(blob_id, *socket.socketpair())
+        if "file that was sent is written over" in self.bugs:
+            os.fchmod(blob.fd, 0o600)
+        os.sendfile(sending.near.fileno(), blob.fd, 0, min(SENT_BYTES, blob.nbytes))
+        os.close(blob.fd)
+        self.sendings.append(sending)
+
+    def end_sending(self) -> None:
+        sending = self.sendings.pop(0)
+        wanted = self.contents[sending.id][:SENT_BYTES]
+        got = sending.far.recv(len(wanted), socket.MSG_WAITALL)
+        sending.close()
+        assert got == wanted, "a peer was sent another blob's bytes"
 
     # the wire
 
@@ -210,8 +307,12 @@ class MiniRun:
         holders = sorted(set(self.pending.values()))
         for holder in holders:
             ids = [blob_id for blob_id, name in self.pending.items() if name == holder]
+            if fault == "refused" and "file is recycled before the journal says freed" in self.bugs:
+                for entry in filter(None, map(self.spool.find, ids)):
+                    self.spool.recycle_file(entry)
             if fault != "refused":
                 unknown = self.store.free(ids, holder).unknown
+                self.store.settle()
                 assert unknown == len(self.lost & set(ids)), "a payload was freed that nobody kept"
             if fault is None or (fault == "refused" and "refused delete is forgotten" in self.bugs):
                 for blob_id in ids:
@@ -259,9 +360,7 @@ class MiniRun:
         self.worker.close()
         self._start_attempt()
         self.custody, self.batches = custody, batches
-        for key in self.spool.lost_attempts():
-            remove_attempt(self.root, key)
-        self.spool.own()
+        remove_attempt(self.root, older.folder.name)
 
     def stop(self) -> None:
         """An orderly end: every holder releases, then `bye` frees what nobody acknowledged."""
@@ -292,6 +391,8 @@ class MiniRun:
         assert ledger.kept == sum(ledger.freed.values()) + ledger.outstanding
         assert ledger.double_frees == 0, "a payload was freed twice"
         assert ledger.damaged == 0
+        for entry in self.spool.outstanding():
+            assert self.spool.path_of(entry).exists(), "the journal says kept, but the file is gone"
         outstanding = {held.id for held in self.store.outstanding(10**6)}
         gone = set(owned) - outstanding - self.lost
         assert not gone, f"{gone} are owned, but were freed"
@@ -300,11 +401,19 @@ class MiniRun:
         assert not (set(owned) & set(self.pending)), "a payload is owned and being freed"
 
     def close(self) -> None:
+        for sending in self.sendings:
+            sending.close()
+        self.mappings.close()
         self.store.close()
         self.left_files = list(self.root.glob(f"*/*/*{SUFFIX}"))
         self.spool.close()
         self.worker.close()
         shutil.rmtree(self.root)
+
+
+def copy_of(blob: LocalBlob) -> bytes:
+    """The blob's bytes. Raises Freed."""
+    return blob.read_into(np.empty(blob.nbytes, np.uint8)).tobytes()
 
 
 def ref(blob_id: str) -> PayloadRef:

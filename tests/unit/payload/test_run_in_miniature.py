@@ -41,15 +41,20 @@ class RunMachine(RuleBasedStateMachine):
     def dispatch(self, split) -> None:
         self.run.dispatch(split)
 
-    @rule(split=st.sampled_from(["train", "train", "eval"]), count=branches)
-    def finish_new(self, split, count) -> None:
+    @rule(split=st.sampled_from(["train", "train", "eval"]), count=branches, large=st.booleans())
+    def finish_new(self, split, count, large) -> None:
         self.run.dispatch(split)
-        self.run.finish(self.run.episodes[-1], count)
+        self.run.finish(self.run.episodes[-1], count, large=large)
 
-    @rule(split=st.sampled_from(["train", "eval"]), count=st.integers(1, 3), stages=st.integers(1, 3))
-    def run_to(self, split, count, stages) -> None:
+    @rule(
+        split=st.sampled_from(["train", "eval"]),
+        count=st.integers(1, 3),
+        large=st.booleans(),
+        stages=st.integers(1, 3),
+    )
+    def run_to(self, split, count, large, stages) -> None:
         """An episode that gets far without an accident: acknowledged, in its sink, in a batch."""
-        self.finish_new(split, count)
+        self.finish_new(split, count, large)
         episode = self.run.episodes[-1]
         self.run.acknowledge(episode)
         if stages > 1:
@@ -129,9 +134,35 @@ class RunMachine(RuleBasedStateMachine):
         self.run.ship(episode, prune)
 
     @precondition(lambda self: self.run.batches)
-    @rule(failing=st.integers(0, 2))
-    def train(self, failing) -> None:
-        self.run.train(failing)
+    @rule(failing=st.integers(0, 2), mapped=st.booleans())
+    def train(self, failing, mapped) -> None:
+        self.run.train(failing, mapped=mapped)
+
+    @rule(number=st.integers(0, 9), mapped=st.booleans())
+    def start_reading(self, number, mapped) -> None:
+        held = self.run.spool.outstanding()
+        for entry in held[number : number + 1]:
+            self.run.start_reading_of(entry.id) if mapped else self.run.start_sending_of(entry.id)
+
+    @rule(mapped=st.booleans(), count=st.integers(1, 2))
+    def reader_is_overtaken(self, mapped, count) -> None:
+        """A blob is freed and another written while somebody reads it; what that reads is looked at later."""
+        self.run_to("train", count, True, 1)
+        episode = self.run.episodes[-1]
+        for blob_id in episode.ids:
+            self.run.start_reading_of(blob_id) if mapped else self.run.start_sending_of(blob_id)
+        self.run.drop_group(episode)
+        self.finish_new("train", count, True)
+
+    @precondition(lambda self: self.run.readings)
+    @rule()
+    def end_reading(self) -> None:
+        self.run.end_reading()
+
+    @precondition(lambda self: self.run.sendings)
+    @rule()
+    def end_sending(self) -> None:
+        self.run.end_sending()
 
     @rule(fault=st.sampled_from(["refused", "lost"]))
     def next_delete_fails(self, fault) -> None:
@@ -159,6 +190,10 @@ class RunMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         try:
             self.run.fault = None
+            while self.run.readings:
+                self.run.end_reading()
+            while self.run.sendings:
+                self.run.end_sending()
             self.run.stop()
             self.run.check()
             assert self.run.store.ledger().outstanding == 0
@@ -188,6 +223,7 @@ def test_every_history_frees_every_payload_once() -> None:
 
 
 @pytest.mark.proof
+@pytest.mark.timeout(1800)
 def test_every_history_frees_every_payload_once_at_length() -> None:
     drive(frozenset(), examples=3000, steps=60)
 
