@@ -52,6 +52,15 @@ class OpenBlob(NamedTuple):
         return names(self.path, self.fd)
 
 
+def prepare_to_send(fd: int, nbytes: int, path: Path) -> OpenBlob | None:
+    """The blob whose file is open as `fd`; None when it was freed, so that the file may be another's by now.
+
+    First the mark, then the look: `recycle.py` says what depends on that order.
+    """
+    blob = OpenBlob(fd, nbytes, path, nbytes < RECYCLED_FROM or mark_sent(fd))
+    return blob if blob.is_there() else None
+
+
 class Released(msgspec.Struct):
     """Answer of a release: blobs freed by this call, ids that were never kept. Repeats are in neither."""
 
@@ -143,8 +152,8 @@ class Store:
                 raise Damaged(f"payload file {path}: {error.strerror}") from error
             size = os.fstat(fd).st_size
             if holds(size, entry.nbytes):
-                blob = OpenBlob(fd, entry.nbytes, path, entry.nbytes < RECYCLED_FROM or mark_sent(fd))
-                if blob.is_there():  # after the mark: see `recycle.py`
+                blob = prepare_to_send(fd, entry.nbytes, path)
+                if blob is not None:
                     return blob
                 os.close(fd)
                 continue

@@ -15,7 +15,7 @@ from moorage.payload.account import RECYCLED_FROM, footprint
 from moorage.payload.codec import decode, encode, nbytes_of
 from moorage.payload.recycle import FOLDER_NAME, Recycled, holds
 from moorage.payload.spool import SUFFIX, Spool
-from moorage.payload.store import Store
+from moorage.payload.store import Store, prepare_to_send
 from tests.unit.payload.builders import assert_same, make_arrays, memory_folder
 
 ROOM = footprint(RECYCLED_FROM + 1)
@@ -145,6 +145,19 @@ def test_a_mark_that_came_between_is_seen_by_the_writer(spool: Spool, store: Sto
         assert path_of(spool, second).stat().st_ino != number
         assert file.read(1) == b"a"
     assert waiting(spool) == []
+
+
+def test_nothing_is_sent_of_a_file_that_was_written_over_since_it_was_opened(
+    spool: Spool, store: Store
+) -> None:
+    first = path_of(spool, blob_id := spool.keep("r", [make_blob(b"a")]))
+    with first.open("rb") as file:
+        assert prepare_to_send(file.fileno(), ROOM, first) is not None
+        os.fchmod(file.fileno(), 0o600)  # as if the mark came only now
+        free(store, blob_id)
+        second = path_of(spool, spool.keep("r", [make_blob(b"b")]))
+        assert second.stat().st_ino == os.fstat(file.fileno()).st_ino
+        assert prepare_to_send(file.fileno(), ROOM, first) is None
 
 
 def test_a_taken_file_that_cannot_be_written_is_replaced(spool: Spool) -> None:
