@@ -261,7 +261,7 @@ def test_environments_that_go_wrong_end_in_the_way_their_task_names(
 ) -> None:
     async def act(stage: Play) -> None:
         tasks = {}
-        for _ in range(7):
+        for _ in range(8):
             task = await stage.sample()
             tasks[task["action"]] = task
         fine = await stage.run(tasks["fine"])
@@ -279,6 +279,10 @@ def test_environments_that_go_wrong_end_in_the_way_their_task_names(
         assert flaky.ok  # two retries, then it played
         assert len(flaky.errors) == 2
         assert len((await stage.blobs(flaky))["agent"]) == 1
+        for _ in range(2):  # each run has a task of its own
+            scribbled = await stage.run(tasks["scribble"])
+            assert [trace.reward for trace in scribbled.traces] == [1.0]
+            await stage.blobs(scribbled)
         with pytest.raises(EnvServerError, match="deadline") as late:
             await stage.run(tasks["slow"], deadline_s=0.5)
         assert late.value.kind == "deadline"

@@ -60,9 +60,10 @@ def load_taskset(data: dict[str, Any]) -> vf.Taskset:
     return loaders.load_taskset(loaders.resolve_env_config(copy.deepcopy(data)).taskset)
 
 
-def data_from_wire(taskset: vf.Taskset, data: dict[str, Any]) -> vf.TaskData:
-    """The `task.data` that `task.data.model_dump()` described. Raises pydantic's ValidationError."""
-    return type(taskset).task_type().data_type().model_validate(data)
+def task_from_wire(taskset: vf.Taskset, data: dict[str, Any]) -> vf.Task:
+    """A new task, of which `task.data.model_dump()` was `data`. Raises pydantic's ValidationError."""
+    cls = type(taskset).task_type()
+    return cls(cls.data_type().model_validate(data), taskset.config.task)
 
 
 # --- shuffle ---------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from moorage.env.keep import Keeper, keep_episode
 from moorage.env.keeping import Keeping
 from moorage.env.model_client import ModelService, policy_client, serving
 from moorage.env.protocol import RunRollout, check_size, encode
-from moorage.env.resolve import data_from_wire, load_env
+from moorage.env.resolve import load_env, task_from_wire
 from moorage.env.turns import Run, SideTable
 from moorage.payload.spool import Spool
 
@@ -57,7 +57,7 @@ _EXCLUDE: dict[str, Any] = {
     "traces": {"__all__": {**_COUNTS, "nodes": {"__all__": ARRAY_FIELDS}}},
 }
 _REMEMBERED = 64
-"""Tasks and contexts: more than a worker runs at a time."""
+"""Contexts: one per source, engine and sampling settings."""
 
 
 class Runner:
@@ -73,7 +73,6 @@ class Runner:
         )
         self.detectors = make_detectors(config.detectors, config.model_path)
         self.keeping = Keeping(self.spool)
-        self.read_data = lru_cache(_REMEMBERED)(self._read_data)
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
@@ -129,13 +128,9 @@ class Runner:
             keep(self.spool)  # nothing to write
 
     def _task(self, request: RunRollout) -> vf.Task:
-        """Each run has a task of its own; its data, which is frozen, is read once for a group's episodes."""
-        taskset = self.env.taskset
-        return type(taskset).task_type()(self.read_data(bytes(request.task)), taskset.config.task)
-
-    def _read_data(self, wire: bytes) -> vf.TaskData:
+        """Read anew for each run: what an environment scribbles on a task reaches no other episode."""
         try:
-            return data_from_wire(self.env.taskset, msgspec.msgpack.decode(wire))
+            return task_from_wire(self.env.taskset, msgspec.msgpack.decode(request.task))
         except (ValidationError, msgspec.DecodeError) as error:
             raise EnvServerError("bad_request", f"the task does not fit this environment: {error}") from None
 

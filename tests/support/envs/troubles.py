@@ -2,7 +2,7 @@
 
 `action`: `fine`; `raise` and `raise_late` (the env's `run` fails before and after the agent played); `reward`
 (scoring fails); `finalize`; `slow` (plays, then sleeps); `flaky` (`run` fails at the first two attempts of a
-process).
+process); `scribble` (scoring writes into the task's data, and says how much is written there).
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import verifiers.v1 as vf
 
 __all__ = ["TroublesEnv", "TroublesTaskset"]
 
-ACTIONS = ("fine", "raise", "raise_late", "reward", "finalize", "slow", "flaky")
+ACTIONS = ("fine", "raise", "raise_late", "reward", "finalize", "slow", "flaky", "scribble")
 attempts: Counter[str] = Counter()
 
 
 class TroubleData(vf.TaskData):
     action: str = "fine"
+    notes: list[str] = []
 
 
 class TroubleTask(vf.Task[TroubleData]):
@@ -28,6 +29,9 @@ class TroubleTask(vf.Task[TroubleData]):
     async def one(self, task: TroubleData) -> float:
         if task.action == "reward":
             raise ValueError("this reward cannot be computed")
+        if task.action == "scribble":
+            task.notes.append("scored")
+            return float(len(task.notes))
         return 1.0
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from moorage.core.errors import ConfigError
-from moorage.env.resolve import data_from_wire, load_env, load_taskset, resolve_env
+from moorage.env.resolve import load_env, load_taskset, resolve_env, task_from_wire
 from tests.support import player  # noqa: F401 - puts the test environments on the path
 
 REVERSE: dict[str, Any] = {"id": "moorage.tasksets.reverse_text"}
@@ -122,10 +122,11 @@ def test_task_data_that_does_not_survive_the_wire_is_refused_by_field() -> None:
         resolve_env({"taskset": {"id": "forgetful"}}, "train")
 
 
-def test_a_tasks_data_from_the_wire_is_the_data_that_was_sampled() -> None:
+def test_a_task_from_the_wire_is_the_task_that_was_sampled() -> None:
     data, _ = resolve(taskset={**REVERSE, "num_tasks": 2})
     taskset = load_taskset(data)
     first = next(iter(taskset))
-    again = data_from_wire(taskset, json.loads(json.dumps(first.data.model_dump(mode="json"))))
-    assert again == first.data
-    assert type(again) is type(first.data)
+    again = task_from_wire(taskset, json.loads(json.dumps(first.data.model_dump(mode="json"))))
+    assert again.data == first.data
+    assert again.hash == first.hash
+    assert type(again) is type(first)

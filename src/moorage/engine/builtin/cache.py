@@ -66,11 +66,26 @@ class Layout:
     def width(self) -> int:
         return self.fed_at.shape[1]
 
+    @property
+    def num_tokens(self) -> int:
+        return self.decoding + self.fed * self.width
+
+    @property
+    def device(self) -> torch.device:
+        return self.decode_at.device
+
     def positions(self) -> torch.Tensor:
         """[1, tokens]"""
         if not self.fed:
             return self.decode_at[None]
         return torch.cat((self.decode_at, self.fed_at.flatten()))[None]
+
+    def slots(self) -> torch.Tensor:
+        """[tokens]"""
+        slots = torch.arange(self.decoding + self.fed, device=self.device)
+        if not self.fed:
+            return slots
+        return torch.cat((slots[: self.decoding], slots[self.decoding :].repeat_interleave(self.width)))
 
     def decode_mask(self, sliding: int | None) -> torch.Tensor:
         """bool [decoding, 1, 1, decode_keys], True where a query may look."""
@@ -107,7 +122,7 @@ class SlotCache:
         self._row_shape = row_shape
         self._row_dtype = row_dtype
         self._layout: Layout
-        self._decode_index: torch.Tensor | None = None
+        self._index: torch.Tensor | None = None
         self._layer = 0
 
     def reserve(self, slots: int, length: int) -> None:
@@ -133,7 +148,7 @@ class SlotCache:
     def begin(self, layout: Layout) -> None:
         """The next forward is `layout`; room for it has been reserved."""
         self._layout = layout
-        self._decode_index = None
+        self._index = None
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer: int, *_: Any, **__: Any
@@ -151,30 +166,17 @@ class SlotCache:
 
     def _write(self, buffer: torch.Tensor, new: torch.Tensor) -> None:
         """buffer [slots, heads, length, dim], new [heads, tokens, dim]."""
-        layout = self._layout
         slots, heads, length, dim = buffer.shape
-        n = layout.decoding
-        if n:
-            index = self._flat_index(n, heads, length)
-            rows = new[:, :n].transpose(0, 1).reshape(n * heads, dim)
-            buffer.view(slots * heads * length, dim).index_copy_(0, index, rows)
-        if layout.fed:
-            rows = new[:, n:].view(heads, layout.fed, layout.width, dim)
-            target = buffer[n : n + layout.fed]
-            if layout.fresh:
-                target[:, :, : layout.width] = rows.transpose(0, 1)
-            else:
-                at = torch.arange(layout.fed, device=new.device)
-                target[at[:, None], :, layout.fed_at] = rows.permute(1, 2, 0, 3)
+        index = self._flat_index(heads, length)
+        buffer.view(slots * heads * length, dim).index_copy_(0, index, new.transpose(0, 1).reshape(-1, dim))
 
-    def _flat_index(self, n: int, heads: int, length: int) -> torch.Tensor:
-        """Where the keys of the decoded queries go in a layer's buffer seen as [slots * heads * length,
+    def _flat_index(self, heads: int, length: int) -> torch.Tensor:
+        """Where the keys of the layout's queries go in a layer's buffer seen as [slots * heads * length,
         dim]."""
-        if self._decode_index is None or self._decode_index.shape[0] != n * heads:
-            at = self._layout.decode_at
-            base = torch.arange(n * heads, device=at.device).view(n, heads) * length
-            self._decode_index = (base + at[:, None]).flatten()
-        return self._decode_index
+        if self._index is None or self._index.shape[0] != heads * self._layout.num_tokens:
+            first = self._layout.slots()[:, None] * heads + torch.arange(heads, device=self._layout.device)
+            self._index = (first * length + self._layout.positions().T).flatten()
+        return self._index
 
     def decode_keys(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [decoding, heads, decode_keys, dim] of the layer that was updated last."""
@@ -198,15 +200,7 @@ class SlotCache:
             assert self._row_shape is not None
             shape = (self.slots, self.length, *self._row_shape)
             self.rows = chosen.new_zeros(shape, dtype=self._row_dtype)
-        chosen = chosen.to(self._row_dtype)
-        n = layout.decoding
-        if n:
-            self.rows[torch.arange(n, device=chosen.device), layout.decode_at] = chosen[:n]
-        if layout.fed:
-            slots = torch.arange(n, n + layout.fed, device=chosen.device)
-            self.rows[slots[:, None], layout.fed_at] = chosen[n:].view(
-                *layout.fed_at.shape, *chosen.shape[1:]
-            )
+        self.rows[layout.slots(), layout.positions()[0]] = chosen.to(self._row_dtype)
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of slot `source` over slot `target`."""

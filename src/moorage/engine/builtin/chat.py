@@ -59,9 +59,9 @@ async def completions(request: web.Request) -> web.StreamResponse:
     tokens = await asyncio.to_thread(render, tokenizer, body)
     call_id = "chatcmpl-" + (request.headers.get("X-Request-Id") or new_id())
     streams = bool(body.get("stream"))
-    requests = service.make_requests(call_id, tokens, params, body.get("cache_salt"), streams=streams)
-    for item in requests:
-        item.head_k = min(params.logprobs or 0, service.scheduler.runner.vocab_size)
+    requests = service.make_requests(
+        call_id, tokens, params, body.get("cache_salt"), streams=streams, least_head=1
+    )
     if streams:
         return await _send_events(request, service, call_id, requests, body)
     done = await run_all(service, requests)

@@ -8,7 +8,7 @@ is touched by the engine thread only, until the scheduler hands it back with a `
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -100,6 +100,19 @@ def parse_sampling(data: Any) -> SamplingParams:
     return params
 
 
+class Wish(NamedTuple):
+    """What a request asks of the sampler."""
+
+    temperature: float
+    """0: greedy."""
+    top_k: int
+    top_p: float
+    min_p: float
+    ranks: bool
+    head_k: int
+    mask: bool
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One sequence being generated.
@@ -141,6 +154,12 @@ class Request:
     routed_experts: np.ndarray | None = None
     arrived_s: float = 0.0
     first_token_s: float = 0.0
+    wish: Wish = field(init=False)
+
+    def __post_init__(self) -> None:
+        p = self.params
+        cut = (0, 1.0, 0.0) if p.greedy else (p.top_k, p.top_p, p.min_p)
+        self.wish = Wish(p.temperature, *cut, p.logprobs is not None, self.head_k, self.want_mask)
 
     @property
     def num_known(self) -> int:

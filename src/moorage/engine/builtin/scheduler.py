@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -24,12 +25,13 @@ import torch
 from moorage.engine.builtin.cache import Block
 from moorage.engine.builtin.model import Runner
 from moorage.engine.builtin.prefix import BLOCK, PrefixStore, chain_keys
-from moorage.engine.builtin.request import Request
+from moorage.engine.builtin.request import Request, Wish
 from moorage.engine.builtin.sampler import Plan, Sampled, hash_seed, sample, uniforms
 
 SMALL_FEED = 512
 """Padding does not matter below so many tokens."""
 PREFIX_BYTES = 512 << 20
+REMEMBERED_PLANS = 64
 NO_TOP_P = 2.0
 """Above any rounded cumulated share, so that a row without top-p loses nothing beside one with it."""
 SHARE_TOKENS = 4 * BLOCK
@@ -233,7 +235,9 @@ class Scheduler:
             if len(request.out) < request.params.min_tokens and request.stop_ids:
                 logits[row, list(request.stop_ids)] = -torch.inf
         if self._plan is None:
-            self._plan = make_plan(self.running, self.runner.vocab_size, self.runner.device)
+            self._plan = make_plan(
+                [request.wish for request in self.running], self.runner.vocab_size, self.runner.device
+            )
         uniform = uniforms(self._state[:count], self._drawn[:count])
         drawn = sample(logits, self._plan, torch.from_numpy(uniform).to(logits.device))
         ended, streaming = self._record(drawn)
@@ -300,27 +304,36 @@ class Scheduler:
         return rows
 
 
-def make_plan(requests: list[Request], vocab_size: int, device: torch.device) -> Plan:
-    """The sampler's settings for a batch of requests."""
-    params = [request.params for request in requests]
-    greedy = [p.greedy for p in params]
+def make_plan(wishes: list[Wish], vocab_size: int, device: torch.device) -> Plan:
+    """The sampler's settings for a batch; a remembered one when all rows want the same, as they mostly do."""
+    if wishes.count(wishes[0]) == len(wishes):
+        return _uniform_plan(wishes[0], len(wishes), vocab_size, device)
+    return _plan(wishes, vocab_size, device)
+
+
+@lru_cache(REMEMBERED_PLANS)
+def _uniform_plan(wish: Wish, count: int, vocab_size: int, device: torch.device) -> Plan:
+    return _plan([wish] * count, vocab_size, device)
+
+
+def _plan(wishes: list[Wish], vocab_size: int, device: torch.device) -> Plan:
+    greedy = [w.temperature == 0 for w in wishes]
 
     def column(values: Sequence[float], neutral: float, dtype: torch.dtype) -> torch.Tensor | None:
         return None if all(v == neutral for v in values) else torch.tensor(values, dtype=dtype, device=device)
 
-    top_k = [min(p.top_k, vocab_size) if p.top_k > 0 and not p.greedy else vocab_size for p in params]
     return Plan(
-        temperature=column([1.0 if p.greedy else p.temperature for p in params], 1.0, torch.float32),
+        temperature=column([w.temperature or 1.0 for w in wishes], 1.0, torch.float32),
         greedy=torch.tensor(greedy, device=device) if any(greedy) else None,
-        top_k=column(top_k, vocab_size, torch.int64),
-        top_p=column(
-            [NO_TOP_P if p.greedy or p.top_p >= 1 else p.top_p for p in params], NO_TOP_P, torch.float32
+        top_k=column(
+            [min(w.top_k, vocab_size) if w.top_k > 0 else vocab_size for w in wishes], vocab_size, torch.int64
         ),
-        min_p=column([0.0 if p.greedy else p.min_p for p in params], 0.0, torch.float32),
+        top_p=column([NO_TOP_P if w.top_p >= 1 else w.top_p for w in wishes], NO_TOP_P, torch.float32),
+        min_p=column([w.min_p for w in wishes], 0.0, torch.float32),
         all_greedy=all(greedy),
-        head_k=max(request.head_k for request in requests),
-        ranks=any(p.logprobs is not None for p in params),
-        masks=any(request.want_mask for request in requests),
+        head_k=max(w.head_k for w in wishes),
+        ranks=any(w.ranks for w in wishes),
+        masks=any(w.mask for w in wishes),
     )
 
 

@@ -58,8 +58,12 @@ class Service:
         salt: str | None = None,
         *,
         streams: bool = False,
+        least_head: int = 2,
     ) -> list[Request]:
-        """One request per choice. Raises RequestError naming what is wrong with the call."""
+        """One request per choice. Raises RequestError naming what is wrong with the call.
+
+        `least_head`: a head of fewer entries is not reported. Of one entry it is the drawn token, mostly.
+        """
         prompt = self._check_prompt(tokens)
         self._check_params(params, len(prompt))
         if salt is not None and not (1 <= len(salt) <= 128 and FORBIDDEN_SALT.isdisjoint(salt)):
@@ -81,7 +85,7 @@ class Service:
                 limit=min(params.max_tokens or room, room),
                 salt=salt or "",
                 seed=self._seed(params, index),
-                head_k=self._head_k(params),
+                head_k=self._head_k(params, least_head),
                 want_mask=self.sampling_mask and params.truncated,
                 streams=streams or bool(params.stop_strings),
                 arrived_s=time.monotonic(),
@@ -89,10 +93,10 @@ class Service:
             for index in range(params.n)
         ]
 
-    def _head_k(self, params: SamplingParams) -> int:
+    def _head_k(self, params: SamplingParams, least: int) -> int:
         vocab = self.scheduler.runner.vocab_size
         asked = vocab if params.logprobs == -1 else min(params.logprobs or 0, vocab)
-        return asked if asked > 1 else 0  # of one entry, it is the drawn token
+        return asked if asked >= least else 0
 
     def _seed(self, params: SamplingParams, index: int) -> int:
         if params.seed is None or params.seed == -1:

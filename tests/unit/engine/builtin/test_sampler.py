@@ -17,7 +17,7 @@ VOCAB = 40
 
 def plan_of(*params: SamplingParams):
     requests = [ref.make_request(str(i), [1], p) for i, p in enumerate(params)]
-    return make_plan(requests, VOCAB, torch.device("cpu"))
+    return make_plan([request.wish for request in requests], VOCAB, torch.device("cpu"))
 
 
 params = st.builds(
@@ -46,6 +46,17 @@ def test_the_kept_set_and_its_logprobs_are_those_of_the_reference(
         np.testing.assert_allclose(logprobs[row][kept], truth.logprobs[0][kept], atol=1e-5)
 
 
+def test_a_batch_of_equal_wishes_is_planned_as_one_of_different_ones() -> None:
+    p = SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, logprobs=3)
+    alone, mixed = plan_of(p, p), plan_of(p, SamplingParams(temperature=0.0), p)
+    assert plan_of(p, p) is alone
+    for name in ("temperature", "top_k", "top_p", "min_p"):
+        assert getattr(alone, name).tolist() == [getattr(mixed, name)[row].item() for row in (0, 2)]
+    assert (alone.head_k, alone.ranks, alone.masks, alone.greedy) == (3, True, True, None)
+    assert mixed.greedy is not None
+    assert mixed.greedy.tolist() == [False, True, False]
+
+
 def test_ties_with_the_last_kept_value_stay() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0, 2.0, 0.0] + [-9.0] * (VOCAB - 5)])
     kept = process(logits, plan_of(SamplingParams(top_k=2))) > -torch.inf
@@ -56,8 +67,7 @@ def test_what_is_drawn_follows_the_distribution() -> None:
     rng = np.random.default_rng(5)
     logits = torch.from_numpy(rng.normal(0, 1.5, VOCAB)).float().repeat(20_000, 1)
     p = SamplingParams(temperature=1.3, top_k=12)
-    plan = plan_of(*[p] * 1)
-    plan = make_plan([ref.make_request("a", [1], p)] * 20_000, VOCAB, torch.device("cpu"))
+    plan = make_plan([ref.make_request("a", [1], p).wish] * 20_000, VOCAB, torch.device("cpu"))
     state = np.full(20_000, hash_seed(7))
     u = torch.from_numpy(uniforms(state, np.arange(20_000)))
     drawn = sample(logits, plan, u)
