@@ -96,11 +96,11 @@ class StoreDirectory:
         address = self._address(ref.store)
         if not address or not address.get("spool") or address.get("node") != node_name():
             return None
-        spool = Path(address["spool"])
+        spool = address["spool"]
         with self._lock:
-            if str(spool) not in self._local:
-                self._local[str(spool)] = LocalStore(spool, self._mappings)
-            return self._local[str(spool)]
+            if spool not in self._local:
+                self._local[spool] = LocalStore(Path(spool), self._mappings)
+            return self._local[spool]
 
     def _address(self, store: str) -> dict[str, Any] | None:
         if self._envs is None or not store:
