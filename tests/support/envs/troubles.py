@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 import verifiers.v1 as vf
+from pydantic import Field
 
 __all__ = ["TroublesEnv", "TroublesTaskset"]
 
@@ -21,7 +22,7 @@ attempts: Counter[str] = Counter()
 
 class TroubleData(vf.TaskData):
     action: str = "fine"
-    notes: list[str] = []
+    notes: list[str] = Field(default_factory=list)
 
 
 class TroubleTask(vf.Task[TroubleData]):
