@@ -6,8 +6,6 @@ import json
 import logging
 import math
 
-import pytest
-
 from moorage.config.base import make_config
 from moorage.config.run import MonitorConfig
 from moorage.core.rundir import RunDir
@@ -96,7 +94,6 @@ def test_a_process_always_has_files_and_console(tmp_path, capsys):
 
 
 def test_wandb_writes_offline_with_a_table_of_samples(tmp_path, caplog):
-    pytest.importorskip("wandb", reason="the wandb extra is not installed")
     config = make_config(MonitorConfig, {"wandb": {"project": "p", "mode": "offline"}})
     row = {"step": 1, "agent": "a", "branch_idx": 0, "reward": 1.0}
     with caplog.at_level(logging.WARNING, logger="moorage"):
