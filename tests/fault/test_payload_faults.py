@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from moorage.payload.server import PayloadService
 from moorage.payload.spool import SUFFIX, Spool
 from moorage.payload.store import Store
 from moorage.records.payload import PayloadSlice
-from tests.unit.payload.builders import assert_same, join, make_arrays, make_slice
+from tests.unit.payload.builders import assert_same, join, make_arrays, make_slice, small_disk
 
 TOKEN = "70cce7" * 8
 
@@ -324,20 +324,6 @@ def test_the_account_is_right_whoever_is_killed_at_whatever_moment(tmp_path) -> 
 @pytest.mark.timeout(600)
 def test_the_account_is_right_after_a_hundred_kills(tmp_path) -> None:
     kill_writers_at_random(tmp_path, rounds=50, seed=2)
-
-
-@contextmanager
-def small_disk(path: Path, size: str) -> Iterator[Callable[[str], None]]:
-    """A tmpfs of its own at `path`; the test is skipped where it may not be mounted."""
-    path.mkdir()
-    if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path], capture_output=True
-    ).returncode:
-        pytest.skip("may not mount a file system here")
-    try:
-        yield lambda options: subprocess.run(["mount", "-o", f"remount,{options}", path], check=True) and None
-    finally:
-        subprocess.run(["umount", "-l", path], check=True)
 
 
 def test_a_full_disk_fails_the_keep_by_name_and_frees_still_work(tmp_path) -> None:

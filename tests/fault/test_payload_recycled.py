@@ -29,7 +29,7 @@ from moorage.payload.recycle import FOLDER_NAME
 from moorage.payload.server import PayloadService
 from moorage.payload.spool import SUFFIX, Spool
 from moorage.records.payload import PayloadSlice
-from tests.unit.payload.builders import join, memory_folder
+from tests.unit.payload.builders import join, memory_folder, small_disk
 
 TOKEN = "4ec7c1" * 8
 STORE = "train/x.node"
@@ -319,11 +319,7 @@ def read_rest(peer: socket.socket) -> bytes:
 
 def test_files_that_wait_make_room_on_a_full_disk(tmp_path) -> None:
     disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("may not mount a file system here")
-    try:
+    with small_disk(disk, "4m"):
         spool = Spool(disk, "run.1", 1 << 30, remember=100)
         with PayloadService(disk, token=TOKEN) as service, PayloadClient(TOKEN) as client:
             ids = [spool.keep("r", encode(make_numbered(number))) for number in range(2)]
@@ -334,28 +330,20 @@ def test_files_that_wait_make_room_on_a_full_disk(tmp_path) -> None:
             spool.keep("r", [b"x" * (3 << 20)])
             assert client.ledger(service.url).outstanding == 1
         spool.close()
-    finally:
-        subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
 def test_a_large_blob_on_a_read_only_disk_is_served_by_copies(tmp_path) -> None:
     disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("may not mount a file system here")
-    try:
+    with small_disk(disk, "8m") as remount:
         spool = Spool(disk, "run.1", 1 << 30)
         blob_id = spool.keep("r", encode(make_numbered(1)))
         spool.close()
-        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        remount("ro")
         with PayloadService(disk, token=TOKEN) as service, PayloadClient(TOKEN) as client:
             piece = slice_of(1, blob_id, service.url)
             arrays = client.fetch([piece], 20)[blob_id]
             assert isinstance(arrays, BranchArrays), arrays
             check_numbered(arrays, 1, piece.num_tokens)
-    finally:
-        subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
 @contextmanager

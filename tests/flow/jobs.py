@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -80,6 +81,33 @@ class Job:
     def processes(self) -> list[psutil.Process]:
         """Everything that was started for this job, the launcher aside."""
         return started_by(self.process.pid)
+
+
+class Keeper:
+    """Links files away as they appear, since both batches and blobs are removed once they are used."""
+
+    def __init__(self, root: Path, patterns: tuple[str, ...], folder: Path) -> None:
+        self.root, self.patterns, self.folder = root, patterns, folder
+        folder.mkdir()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.005):
+            for pattern in self.patterns:
+                with contextlib.suppress(FileNotFoundError):  # a folder went while it was listed
+                    for file in self.root.glob(pattern):
+                        self._keep(file)
+
+    def _keep(self, file: Path) -> None:
+        with contextlib.suppress(FileExistsError, FileNotFoundError):  # kept already, or gone
+            os.link(file, self.folder / f"{file.parent.name}+{file.name}")
+
+    def stop(self) -> list[Path]:
+        self._stop.set()
+        self._thread.join()
+        return sorted(self.folder.iterdir())
 
 
 def start_job(folder: Path, model: Path, *args: str, max_steps: int = 3) -> Job:

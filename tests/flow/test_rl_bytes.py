@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -13,37 +10,10 @@ import pytest
 
 from moorage.payload.codec import decode
 from moorage.records.sample import RankBatch, decode_rank_batch
-from tests.flow.jobs import start_job
+from tests.flow.jobs import Keeper, start_job
 
 ROOT = Path(__file__).parents[2]
 STEPS = 3
-
-
-class Keeper:
-    """Links files away as they appear, since both batches and blobs are removed once they are used."""
-
-    def __init__(self, root: Path, patterns: tuple[str, ...], folder: Path) -> None:
-        self.root, self.patterns, self.folder = root, patterns, folder
-        folder.mkdir()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-
-    def _watch(self) -> None:
-        while not self._stop.wait(0.005):
-            for pattern in self.patterns:
-                with contextlib.suppress(FileNotFoundError):  # a folder went while it was listed
-                    for file in self.root.glob(pattern):
-                        self._keep(file)
-
-    def _keep(self, file: Path) -> None:
-        with contextlib.suppress(FileExistsError, FileNotFoundError):  # kept already, or gone
-            os.link(file, self.folder / f"{file.parent.name}+{file.name}")
-
-    def stop(self) -> list[Path]:
-        self._stop.set()
-        self._thread.join()
-        return sorted(self.folder.iterdir())
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ import secrets
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,9 +16,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from moorage.core.rundir import RunDir
 from moorage.records.sample import RankBatch, decode_rank_batch
-from tests.flow.jobs import start_job, wait_until
+from tests.flow.jobs import Keeper, start_job, wait_until
 from tests.flow.recorder import Recorder
 
 STEPS = 3
@@ -39,33 +37,6 @@ class Evidence:
         """Decoded episodes, each with the size of its reply."""
         both = zip(self.replies, self.sizes, strict=True)
         return [(reply, size) for reply, size in both if isinstance(reply, dict) and reply.get("traces")]
-
-
-class BatchKeeper:
-    """Links batch files away as they appear, since a trained batch is removed."""
-
-    def __init__(self, run: RunDir, folder: Path) -> None:
-        self.run, self.folder = run, folder
-        folder.mkdir()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-
-    def _watch(self) -> None:
-        while not self._stop.wait(0.005):
-            for ready in self.run.batches.glob("step_*/READY"):
-                for file in ready.parent.glob("rank_*.msgpack"):
-                    target = self.folder / f"{ready.parent.name}_{file.name}"
-                    if not target.exists():
-                        try:
-                            os.link(file, target)
-                        except FileNotFoundError:
-                            continue
-
-    def stop(self) -> list[RankBatch]:
-        self._stop.set()
-        self._thread.join()
-        return [decode_rank_batch(path.read_bytes()) for path in sorted(self.folder.iterdir())]
 
 
 def record_job(folder: Path, model: Path, *args: str) -> Evidence:
@@ -94,13 +65,13 @@ def record_job(folder: Path, model: Path, *args: str) -> Evidence:
             job = start_job(folder, model, *args, "--orchestrator.train.0.address", through, max_steps=STEPS)
         finally:
             del os.environ["MOORAGE_TOKEN"]
-        keeper = BatchKeeper(job.run, folder / "kept")
+        keeper = Keeper(job.run.batches, ("step_*/rank_*.msgpack",), folder / "kept")
         try:
             evidence.exit_code, out, err = job.finish(180.0)
             assert evidence.exit_code == 0, f"{out}\n{err}"
         finally:
             job.end()
-            evidence.batches = keeper.stop()
+            evidence.batches = [decode_rank_batch(path.read_bytes()) for path in keeper.stop()]
             recorder.close()
     finally:
         server.terminate()

@@ -225,13 +225,21 @@ def ready_steps(folder: Path) -> list[int]:
     return sorted(step for step in steps if step is not None)
 
 
-def whole_checkpoints(run: RunDir) -> list[int]:
-    """Ascending steps whose checkpoint is whole: its trainer and orchestrator parts are both READY."""
+def checkpoint_steps(run: RunDir) -> list[int]:
+    """Ascending steps that have a checkpoint, whole or not."""
     if not run.checkpoints.is_dir():
         return []
-    steps = [step for path in run.checkpoints.iterdir() if (step := step_of(path)) is not None]
+    return sorted(step for path in run.checkpoints.iterdir() if (step := step_of(path)) is not None)
+
+
+def whole_checkpoints(run: RunDir) -> list[int]:
+    """Ascending steps whose checkpoint is whole: its trainer and orchestrator parts are both READY."""
     parts = ("trainer", "orchestrator")
-    return sorted(s for s in steps if all((run.checkpoint(s, part) / "READY").exists() for part in parts))
+    return [
+        step
+        for step in checkpoint_steps(run)
+        if all((run.checkpoint(step, part) / "READY").exists() for part in parts)
+    ]
 
 
 def mark_ready(folder: Path) -> None:

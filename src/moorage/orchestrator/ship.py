@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moorage.config.run import CheckpointConfig, ProcessFacts
-from moorage.core.rundir import RunDir, ready_steps, step_of, whole_checkpoints
+from moorage.core.rundir import RunDir, checkpoint_steps, ready_steps, whole_checkpoints
 from moorage.exchange.batches import remove_batches, write_batch, write_state
 from moorage.orchestrator.sink_records import Batch
 from moorage.records.packing import SequenceCost, pack, sequence_cost
@@ -96,7 +96,7 @@ def clean_up(run: RunDir, live_version: int, *, retain_batches: bool) -> None:
     """Remove what nobody needs any more, now that `live_version` is live on all replicas: older weights that
     no checkpoint names, and the batches of steps that are trained (with `retain_batches`: that a whole
     checkpoint covers). Blocks."""
-    named = {step_of(path) for path in run.checkpoints.glob("step_*")} if run.checkpoints.is_dir() else set()
+    named = checkpoint_steps(run)
     for version in ready_steps(run.weights):
         if version < live_version and version not in named:
             remove_version(run, version)

@@ -15,12 +15,16 @@ import mmap
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
 
 MIN_POOLED_BYTES = 256 * 1024
 _PAGE_BYTES = 2 * 1024 * 1024
+
+Target = np.ndarray | Callable[[int], np.ndarray]
+"""Where a read puts its bytes: a uint8 array, or what makes one of a given size."""
 
 
 class Buffers(Protocol):

@@ -25,13 +25,14 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
+import numpy as np
 
 from moorage.core.errors import PayloadError
-from moorage.payload.buffers import BufferPool, Buffers
+from moorage.payload.buffers import BufferPool, Buffers, Target
 from moorage.payload.codec import BranchArrays, cut, decode
 from moorage.payload.directory import StoreDirectory
 from moorage.payload.mappings import Freed
-from moorage.payload.ranges import is_worth_cutting, read_prefix
+from moorage.payload.ranges import ReadInto, is_worth_cutting, read_prefix
 from moorage.payload.wire import Connection, ConnectionPool, ServiceAnswer
 from moorage.records.payload import HOLDERS, Ledger, PayloadRef, PayloadSlice
 
@@ -123,12 +124,7 @@ class PayloadClient:
         if blob is None or blob.nbytes != piece.nbytes:
             return None
         try:
-            if is_worth_cutting(piece.num_tokens, piece.total_tokens, piece.nbytes):
-                arrays = read_prefix(blob.read_into, piece.num_tokens, piece.nbytes, self._buffers)
-                size = sum(array.nbytes for array in arrays.present().values())
-            else:
-                whole = blob.read_into(self._buffers.take)
-                arrays, size = decode(whole.data), len(whole)
+            arrays, size = self._read(blob.read_into, piece)
         except Freed:
             return None  # over HTTP it is a 404 that names it
         with self._lock:
@@ -137,22 +133,23 @@ class PayloadClient:
 
     def _fetch_http(self, piece: PayloadSlice, deadline: float) -> BranchArrays:
         def attempt(connection: Connection, try_deadline: float) -> BranchArrays:
-            if is_worth_cutting(piece.num_tokens, piece.total_tokens, piece.nbytes):
-                arrays = read_prefix(
-                    lambda target, span: connection.read_into(f"/{piece.id}", target, try_deadline, span),
-                    piece.num_tokens,
-                    piece.nbytes,
-                    self._buffers,
-                )
-                size = sum(array.nbytes for array in arrays.present().values())
-            else:
-                blob = connection.read_into(f"/{piece.id}", self._buffers.take, try_deadline)
-                arrays, size = decode(blob.data), len(blob)
+            def read(target: Target, span: tuple[int, int] | None = None) -> np.ndarray:
+                return connection.read_into(f"/{piece.id}", target, try_deadline, span)
+
+            arrays, size = self._read(read, piece)
             with self._lock:
                 self.counts.bytes_http += size
             return arrays
 
         return self._with_retries(piece, deadline, _TRY_S, attempt)
+
+    def _read(self, read: ReadInto, piece: PayloadSlice) -> tuple[BranchArrays, int]:
+        """The arrays that are needed of a blob, and their bytes: all of it, or the kept prefix."""
+        if is_worth_cutting(piece.num_tokens, piece.total_tokens, piece.nbytes):
+            arrays = read_prefix(read, piece.num_tokens, piece.nbytes, self._buffers)
+            return arrays, sum(array.nbytes for array in arrays.present().values())
+        whole = read(self._buffers.take)
+        return decode(whole.data), len(whole)
 
     def _with_retries(
         self,

@@ -16,7 +16,6 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +23,8 @@ import numpy as np
 
 from moorage.core.errors import PayloadError
 from moorage.payload.account import RECYCLED_FROM
-from moorage.payload.recycle import holds
+from moorage.payload.buffers import Target
+from moorage.payload.recycle import holds, names
 
 MAX_MAPPED_BYTES = 1 << 31
 _MAX_FILES = 200  # two descriptors each
@@ -49,10 +49,8 @@ class LocalBlob:
         self._found = found
         self._memory = memory
 
-    def read_into(
-        self, target: np.ndarray | Callable[[int], np.ndarray], span: tuple[int, int] | None = None
-    ) -> np.ndarray:
-        """Copy the blob (of it bytes `span`) into `target`: a uint8 array, or what makes one of a given size.
+    def read_into(self, target: Target, span: tuple[int, int] | None = None) -> np.ndarray:
+        """Copy the blob (of it bytes `span`) into `target`.
 
         Raises Freed when the blob was freed meanwhile: what is in `target` then is anybody's.
         """
@@ -61,16 +59,9 @@ class LocalBlob:
             raise PayloadError(f"payload file {self._path}: byte {stop} of {self.nbytes} is asked for")
         buffer = target(stop - start) if callable(target) else target
         np.copyto(buffer, self._memory[start:stop])
-        self._check()
-        return buffer
-
-    def _check(self) -> None:
-        try:
-            same = os.path.samestat(os.stat(self._path), self._found)
-        except OSError as error:
-            raise Freed(str(self._path)) from error
-        if not same:
+        if not names(self._path, self._found):
             raise Freed(str(self._path))
+        return buffer
 
 
 class Mappings:

@@ -7,13 +7,14 @@ where the fields lie, and one range per field asks for the kept prefix. Fields w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 
 from moorage.core.errors import PayloadError
-from moorage.payload.buffers import Buffers
+from moorage.payload.buffers import Buffers, Target
 from moorage.payload.codec import BranchArrays, FieldLayout, check, header_nbytes, kept_rows, read_layout
 
 FIRST_ROUND = ("token_ids", "loss_mask", "logprobs", "content_mask", "sampling_counts", "routed_experts")
@@ -21,8 +22,11 @@ SECOND_ROUND = ("sampling_ids", "head_ids", "head_logprobs")
 MIN_SAVING_BYTES = 256 * 1024
 _HEADER_GUESS = 1024
 
-ReadInto = Callable[[np.ndarray, tuple[int, int]], object]
-"""Fills an array with the bytes of a span (start, stop) of the blob."""
+
+class ReadInto(Protocol):
+    """Reads a blob, or its bytes `span` (start, stop), into `target`, and returns what it filled."""
+
+    def __call__(self, target: Target, span: tuple[int, int] | None = None) -> np.ndarray: ...
 
 
 def is_worth_cutting(num_tokens: int, total_tokens: int, nbytes: int) -> bool:

@@ -45,10 +45,10 @@ def read_nbytes(path: Path) -> int | None:
     return None
 
 
-def names(path: Path, fd: int) -> bool:
-    """Whether `path` is the name of the file open as `fd`."""
+def names(path: Path, file: os.stat_result) -> bool:
+    """Whether `path` is a name of `file`."""
     try:
-        return os.path.samestat(os.stat(path), os.fstat(fd))
+        return os.path.samestat(os.stat(path), file)
     except OSError:
         return False
 

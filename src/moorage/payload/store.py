@@ -49,7 +49,7 @@ class OpenBlob(NamedTuple):
 
     def is_there(self) -> bool:
         """Whether what was read so far is the blob."""
-        return names(self.path, self.fd)
+        return names(self.path, os.fstat(self.fd))
 
 
 def prepare_to_send(fd: int, nbytes: int, path: Path) -> OpenBlob | None:

@@ -11,13 +11,14 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import numpy as np
 
 from moorage.core.errors import PayloadError
+from moorage.payload.buffers import Target
 from moorage.payload.connections import set_timeout
 from moorage.payload.http import HEAD_END, MAX_HEAD_BYTES
 
@@ -63,11 +64,11 @@ class Connection:
     def read_into(
         self,
         path: str,
-        target: np.ndarray | Callable[[int], np.ndarray],
+        target: Target,
         deadline: float,
         span: tuple[int, int] | None = None,
     ) -> np.ndarray:
-        """GET `path` (of it bytes `span`) into `target`: a uint8 array, or what makes one of a given size."""
+        """GET `path` (of it bytes `span`) into `target`."""
         extra = f"Range: bytes={span[0]}-{span[1] - 1}\r\n" if span else ""
         status, length, _ = self._ask("GET", path, b"", extra, deadline)
         expected = (span[1] - span[0]) if span else length

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from moorage.config.run import CheckpointConfig
 from moorage.core.errors import ConfigError, ExchangeError
 from moorage.core.log import get_logger
-from moorage.core.rundir import RunDir, mark_ready, step_of, whole_checkpoints, write_json_atomic
+from moorage.core.rundir import RunDir, checkpoint_steps, mark_ready, whole_checkpoints, write_json_atomic
 from moorage.trainer.model import TrainedModel
 from moorage.trainer.world import World
 
@@ -154,17 +154,10 @@ def prune_checkpoints(run: RunDir, config: CheckpointConfig) -> list[int]:
     if config.keep_last is not None or config.keep_interval is not None:
         kept = set(whole[-config.keep_last :]) if config.keep_last else {whole[-1]}
         kept |= {step for step in whole if config.keep_interval and step % config.keep_interval == 0}
-    removed = [step for step in _checkpoint_steps(run) if step <= whole[-1] and step not in kept]
+    removed = [step for step in checkpoint_steps(run) if step <= whole[-1] and step not in kept]
     for step in removed:
         folder = run.checkpoints / f"step_{step}"
         for part in ("trainer", "orchestrator"):
             (folder / part / "READY").unlink(missing_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
     return removed
-
-
-def _checkpoint_steps(run: RunDir) -> list[int]:
-    if not run.checkpoints.is_dir():
-        return []
-    steps = (step_of(path) for path in run.checkpoints.iterdir())
-    return sorted(step for step in steps if step is not None)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -76,6 +77,20 @@ def memory_folder() -> Iterator[Path]:
         pytest.skip("no tmpfs here")
     with tempfile.TemporaryDirectory(prefix="test-payload-", dir=TMPFS) as folder:
         yield Path(folder)
+
+
+@contextmanager
+def small_disk(path: Path, size: str) -> Iterator[Callable[[str], None]]:
+    """A tmpfs of its own at `path`; the test is skipped where it may not be mounted."""
+    path.mkdir()
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path], capture_output=True
+    ).returncode:
+        pytest.skip("may not mount a file system here")
+    try:
+        yield lambda options: subprocess.run(["mount", "-o", f"remount,{options}", path], check=True) and None
+    finally:
+        subprocess.run(["umount", "-l", path], check=True)
 
 
 def join(buffers) -> bytes:

@@ -52,7 +52,19 @@ class Layout:
     fed_keys: int
     fresh: bool
     cache: SlotCache
+    positions: torch.Tensor = field(init=False)
+    """[1, tokens]"""
+    slots: torch.Tensor = field(init=False)
+    """[tokens]"""
     _masks: dict[tuple[str, int | None], torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.positions = self.decode_at[None]
+        self.slots = torch.arange(self.decoding + self.fed, device=self.device)
+        if self.fed:
+            self.positions = torch.cat((self.decode_at, self.fed_at.flatten()))[None]
+            fed = self.slots[self.decoding :].repeat_interleave(self.width)
+            self.slots = torch.cat((self.slots[: self.decoding], fed))
 
     @property
     def decoding(self) -> int:
@@ -67,25 +79,8 @@ class Layout:
         return self.fed_at.shape[1]
 
     @property
-    def num_tokens(self) -> int:
-        return self.decoding + self.fed * self.width
-
-    @property
     def device(self) -> torch.device:
         return self.decode_at.device
-
-    def positions(self) -> torch.Tensor:
-        """[1, tokens]"""
-        if not self.fed:
-            return self.decode_at[None]
-        return torch.cat((self.decode_at, self.fed_at.flatten()))[None]
-
-    def slots(self) -> torch.Tensor:
-        """[tokens]"""
-        slots = torch.arange(self.decoding + self.fed, device=self.device)
-        if not self.fed:
-            return slots
-        return torch.cat((slots[: self.decoding], slots[self.decoding :].repeat_interleave(self.width)))
 
     def decode_mask(self, sliding: int | None) -> torch.Tensor:
         """bool [decoding, 1, 1, decode_keys], True where a query may look."""
@@ -173,9 +168,9 @@ class SlotCache:
     def _flat_index(self, heads: int, length: int) -> torch.Tensor:
         """Where the keys of the layout's queries go in a layer's buffer seen as [slots * heads * length,
         dim]."""
-        if self._index is None or self._index.shape[0] != heads * self._layout.num_tokens:
-            first = self._layout.slots()[:, None] * heads + torch.arange(heads, device=self._layout.device)
-            self._index = (first * length + self._layout.positions().T).flatten()
+        if self._index is None or self._index.shape[0] != heads * len(self._layout.slots):
+            first = self._layout.slots[:, None] * heads + torch.arange(heads, device=self._layout.device)
+            self._index = (first * length + self._layout.positions.T).flatten()
         return self._index
 
     def decode_keys(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -200,7 +195,7 @@ class SlotCache:
             assert self._row_shape is not None
             shape = (self.slots, self.length, *self._row_shape)
             self.rows = chosen.new_zeros(shape, dtype=self._row_dtype)
-        self.rows[layout.slots(), layout.positions()[0]] = chosen.to(self._row_dtype)
+        self.rows[layout.slots, layout.positions[0]] = chosen.to(self._row_dtype)
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of slot `source` over slot `target`."""

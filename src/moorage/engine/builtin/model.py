@@ -101,7 +101,7 @@ class Runner:
         self.cache.begin(layout)
         out = self.model(
             input_ids=ids[None],
-            position_ids=layout.positions(),
+            position_ids=layout.positions,
             use_cache=True,
             layout=layout,
             return_dict=True,

@@ -11,11 +11,18 @@ and a request continued after a pause draws what it would have drawn.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
 
+from moorage.engine.builtin.request import Wish
+
+REMEMBERED_PLANS = 64
+NO_TOP_P = 2.0
+"""Above any rounded cumulated share, so that a row without top-p loses nothing beside one with it."""
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -53,6 +60,39 @@ class Plan:
     """Largest head any row asks for; 0: none."""
     ranks: bool
     masks: bool
+
+
+def make_plan(wishes: list[Wish], vocab_size: int, device: torch.device) -> Plan:
+    """The sampler's settings for a batch; a remembered one when all rows want the same, as they mostly do."""
+    if wishes.count(wishes[0]) == len(wishes):
+        return _uniform_plan(wishes[0], len(wishes), vocab_size, device)
+    return _plan(wishes, vocab_size, device)
+
+
+@lru_cache(REMEMBERED_PLANS)
+def _uniform_plan(wish: Wish, count: int, vocab_size: int, device: torch.device) -> Plan:
+    return _plan([wish] * count, vocab_size, device)
+
+
+def _plan(wishes: list[Wish], vocab_size: int, device: torch.device) -> Plan:
+    greedy = [w.temperature == 0 for w in wishes]
+
+    def column(values: Sequence[float], neutral: float, dtype: torch.dtype) -> torch.Tensor | None:
+        return None if all(v == neutral for v in values) else torch.tensor(values, dtype=dtype, device=device)
+
+    return Plan(
+        temperature=column([w.temperature or 1.0 for w in wishes], 1.0, torch.float32),
+        greedy=torch.tensor(greedy, device=device) if any(greedy) else None,
+        top_k=column(
+            [min(w.top_k, vocab_size) if w.top_k > 0 else vocab_size for w in wishes], vocab_size, torch.int64
+        ),
+        top_p=column([NO_TOP_P if w.top_p >= 1 else w.top_p for w in wishes], NO_TOP_P, torch.float32),
+        min_p=column([w.min_p for w in wishes], 0.0, torch.float32),
+        all_greedy=all(greedy),
+        head_k=max(w.head_k for w in wishes),
+        ranks=any(w.ranks for w in wishes),
+        masks=any(w.mask for w in wishes),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moorage.engine.builtin.request import SamplingParams
-from moorage.engine.builtin.sampler import hash_seed, process, sample, uniforms
-from moorage.engine.builtin.scheduler import make_plan
+from moorage.engine.builtin.sampler import hash_seed, make_plan, process, sample, uniforms
 from tests.unit.engine.builtin import reference as ref
 
 VOCAB = 40
