@@ -60,8 +60,8 @@ class FixedBuffers:
 class FetchBench:
     """A spool of equal blobs, all servers over it, and one preallocated buffer that every way fills.
 
-    What is read on this host is kept anew before each round, over the files of the round before, which the
-    service was told to free; what goes over sockets is kept once.
+    What moorage reads is kept anew before each round, over the files of the round before, which the service was
+    told to free; the others send the same files, or what they hold in memory, again and again.
     """
 
     def __init__(self, folder: Path, tokens: int, blobs: int, connections: int) -> None:
@@ -96,7 +96,9 @@ class FetchBench:
             "standard-library HTTP, from its memory": lambda: self.fetch_stdlib(1),
             "moorage on one host, mapped and copied": self.fetch_mapped,
         }
-        self.prepare = {"moorage on one host, mapped and copied": self.keep_over}
+        self.prepare = dict.fromkeys(
+            ("moorage over HTTP", "moorage on one host, mapped and copied"), self.keep_over
+        )
         self.keeps = {"into new files": self.keep_new, "over recycled files": self.keep_over}
 
     def _slices(self, ids: Sequence[str]) -> list[PayloadSlice]:
@@ -125,7 +127,7 @@ class FetchBench:
         return len(self.buffer) / (time.perf_counter() - begun) / 1e9
 
     def fetch_remote(self) -> None:
-        self._expect_all(self.remote.fetch(self.slices, 120))
+        self._expect_all(self.remote.fetch(self.fresh, 120))
 
     def fetch_mapped(self) -> None:
         self._expect_all(self.local.fetch(self.fresh, 120))

@@ -28,7 +28,7 @@ from moorage.payload.codec import BranchArrays, encode, nbytes_of
 from moorage.payload.recycle import FOLDER_NAME
 from moorage.payload.server import PayloadService
 from moorage.payload.spool import SUFFIX, Spool
-from moorage.records.payload import PayloadSlice
+from moorage.records.payload import PayloadRef, PayloadSlice
 from tests.unit.payload.builders import join, memory_folder, small_disk
 
 TOKEN = "4ec7c1" * 8
@@ -285,7 +285,7 @@ def test_no_reader_ever_has_another_blobs_bytes_for_minutes(kill_service) -> Non
 
 
 def test_bytes_sent_before_a_kill_are_the_blobs_whoever_writes_since() -> None:
-    """They wait in the reader's queue, as pages of the file, and the service that knew is dead."""
+    """They wait in the reader's queue, and the service that sent them is dead: the queue must hold copies."""
     with memory_folder() as root:
         spool = Spool(root, "run.1", BUDGET, remember=100)
         blob_id = spool.keep("r", encode(make_numbered(1)))
@@ -293,14 +293,18 @@ def test_bytes_sent_before_a_kill_are_the_blobs_whoever_writes_since() -> None:
             peer = socket.create_connection(("127.0.0.1", service.port), timeout=20)
             peer.sendall(f"GET /{blob_id} HTTP/1.1\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode())
             head = peer.recv(1 << 12, socket.MSG_PEEK)
+            sent_file = (spool.folder / "r" / f"{blob_id}{SUFFIX}").stat().st_ino
             time.sleep(0.2)
             assert service.pid is not None
             os.kill(service.pid, signal.SIGKILL)
             service.restart()
             assert client.release([slice_of(1, blob_id, service.url)], "trainer") == 1
             time.sleep(0.2)
+            files = set()
             for number in range(2, 8):
-                spool.keep("r", encode(make_numbered(number)))
+                other = spool.keep("r", encode(make_numbered(number)))
+                files.add((spool.folder / "r" / f"{other}{SUFFIX}").stat().st_ino)
+            assert sent_file in files
             body = read_rest(peer).partition(b"\r\n\r\n")[2]
             assert head.startswith(b"HTTP/1.1 200")
             assert len(body) > 1 << 16
@@ -332,7 +336,50 @@ def test_files_that_wait_make_room_on_a_full_disk(tmp_path) -> None:
         spool.close()
 
 
-def test_a_large_blob_on_a_read_only_disk_is_served_by_copies(tmp_path) -> None:
+def test_an_answer_that_a_free_overtakes_ends_short() -> None:
+    """The reader has taken a little when its blob is freed and written over: it must not get a whole answer."""
+    size = 16 << 20
+    with memory_folder() as root:
+        spool = Spool(root, "run.1", 2 * size, remember=100)
+        with PayloadService(root, token=TOKEN) as service, PayloadClient(TOKEN) as client:
+            blob_id = spool.keep("r", [b"a" * size])
+            with socket.socket() as peer:
+                peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+                peer.connect(("127.0.0.1", service.port))
+                peer.settimeout(20)
+                peer.sendall(f"GET /{blob_id} HTTP/1.1\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode())
+                data = peer.recv(1000)
+                number = (spool.folder / "r" / f"{blob_id}{SUFFIX}").stat().st_ino
+                assert client.release([PayloadRef(service.url, STORE, blob_id)], "trainer") == 1
+                wait_until_gone(spool.folder / "r")
+                other = spool.keep("r", [b"b" * size])
+                assert (spool.folder / "r" / f"{other}{SUFFIX}").stat().st_ino == number
+                while chunk := peer.recv(1 << 20):
+                    data += chunk
+            head, _, body = data.partition(b"\r\n\r\n")
+            assert f"Content-Length: {size}".encode() in head
+            assert b"b" in body, "the file was not written over while it was sent: the test shows nothing"
+            assert len(body) < size
+        spool.close()
+
+
+def test_the_service_lets_go_of_files_that_others_unlink() -> None:
+    with memory_folder() as root:
+        spool = Spool(root, "run.1", BUDGET)
+        with PayloadService(root, token=TOKEN) as service, PayloadClient(TOKEN) as client:
+            blob_id = spool.keep("r", encode(make_numbered(1)))
+            assert isinstance(client.fetch([slice_of(1, blob_id, service.url)], 20)[blob_id], BranchArrays)
+            assert service.pid is not None
+            assert maps_of(root, service.pid) == 1
+            assert spool.discard("r") == 1
+            deadline = time.monotonic() + 10
+            while maps_of(root, service.pid) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            assert maps_of(root, service.pid) == 0
+        spool.close()
+
+
+def test_a_large_blob_on_a_read_only_disk_is_served(tmp_path) -> None:
     disk = tmp_path / "disk"
     with small_disk(disk, "8m") as remount:
         spool = Spool(disk, "run.1", 1 << 30)
@@ -419,9 +466,9 @@ def test_a_reader_holds_no_memory_of_files_that_are_gone() -> None:
         assert maps_of(root) == 0
 
 
-def maps_of(root: Path) -> int:
-    """Blob files under `root` that this process has mapped."""
-    lines = Path("/proc/self/maps").read_text().splitlines()
+def maps_of(root: Path, pid: int | str = "self") -> int:
+    """Blob files under `root` that a process has mapped."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     return sum(str(root) in line and SUFFIX in line for line in lines)
 
 

@@ -5,8 +5,8 @@ Promises:
 - at most `max_connections` at a time (one more is answered 503 and closed), heads and bodies are bounded, an
   idle connection is closed after `idle_timeout_s`, a head must arrive within `head_timeout_s`, a reader that
   takes nothing for `send_timeout_s` is dropped;
-- blob bytes go from file to socket by `sendfile`, never through this process's memory (but for large blobs on
-  a read-only file system, see `store.py`).
+- blob bytes are not held in this process: small blobs go from file to socket by `sendfile`, large ones out of
+  their mapped files; an answer whose blob is freed before all of it was copied ends short, closed.
 
 Timeouts are the kernel's (SO_RCVTIMEO, SO_SNDTIMEO), so sockets stay blocking and one call sends a blob.
 Does not know: what a blob is (`store.py` does).
@@ -35,13 +35,13 @@ from moorage.payload.http import (
     parse_head,
     parse_range,
 )
-from moorage.payload.store import Damaged, OpenBlob, Store
+from moorage.payload.mappings import Freed
+from moorage.payload.store import Damaged, Store
 from moorage.records.payload import HOLDERS
 
 log = get_logger(__name__)
 
 _SEND_BYTES = 1 << 30
-_COPY_BYTES = 1 << 20
 
 
 class ReleaseBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -120,8 +120,8 @@ class PayloadListener:
                 except Refused as refusal:
                     send_text(peer, refusal.status, str(refusal), keep_alive=False)
                     return
-        except OSError:
-            pass  # the peer went away or stood still: nothing to answer, nothing was changed
+        except (OSError, Freed):
+            pass  # the peer went away or stood still, or its blob was freed: all that is left is to close
         except Exception:  # one bad connection must not end the service
             log.exception("payload connection failed")
         finally:
@@ -180,7 +180,7 @@ class PayloadListener:
                 send_json(peer, msgspec.json.encode(self._release(body)), alive)
             else:
                 raise Refused(405, f"no route {request.method} {request.path}")
-        except PayloadError as error:  # the journal cannot be written: the peer tries again
+        except PayloadError as error:  # the journal cannot be written, no file be opened: the peer tries again
             send_text(peer, 503, str(error), keep_alive=alive)
         return alive
 
@@ -211,7 +211,11 @@ class PayloadListener:
             )
             head = make_head(206 if part else 200, stop - start, keep_alive=request.keep_alive, extra=extra)
             peer.sendall(head, socket.MSG_MORE)
-            send_file(peer, blob.fd, start, stop) if blob.fixed else send_copies(peer, blob, start, stop)
+            if blob.memory is None:
+                send_file(peer, blob.fd, start, stop)
+            else:
+                for piece in blob.pieces(start, stop):
+                    peer.sendall(piece)
         finally:
             os.close(blob.fd)
         return request.keep_alive
@@ -257,16 +261,6 @@ def send_file(peer: socket.socket, fd: int, start: int, stop: int) -> None:
         if sent == 0:
             raise ConnectionError("payload file ended while it was sent")
         start += sent
-
-
-def send_copies(peer: socket.socket, blob: OpenBlob, start: int, stop: int) -> None:
-    """Bytes `start:stop` of a blob whose file may be written over: copied first, then looked at again."""
-    while start < stop:
-        data = os.pread(blob.fd, min(_COPY_BYTES, stop - start), start)
-        if not data or not blob.is_there():
-            raise ConnectionError("payload was freed while it was sent")
-        peer.sendall(data)
-        start += len(data)
 
 
 def send_text(peer: socket.socket, status: int, text: str, *, keep_alive: bool) -> None:

@@ -2,7 +2,7 @@
 
 Promises:
 - bytes that `LocalBlob.read_into` hands over are the blob's: they are copied out of the mapping, and then the
-  path must still name the file. No view of a mapping is given away;
+  path must still name the file. Who takes a file's `memory` instead has to copy and look in that order too;
 - mapped files are bounded in bytes and number; one that has no name left (unlinked, its memory held by the
   mapping alone) is let go at the next use or `sweep`.
 
@@ -76,14 +76,23 @@ class Mappings:
     def open(self, path: Path, nbytes: int) -> LocalBlob | None:
         """The blob of `nbytes` at `path`; None when its file is not there whole."""
         try:
-            found = os.stat(path)
-            memory = self._memory(path, found) if holds(found.st_size, nbytes) else None
-        except (OSError, ValueError):
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
             return None
-        return None if memory is None else LocalBlob(path, nbytes, found, memory)
+        try:
+            found = os.fstat(fd)
+            whole = holds(found.st_size, nbytes)
+            return LocalBlob(path, nbytes, found, self.memory(fd, found)) if whole else None
+        except (OSError, ValueError):  # it cannot be mapped, or is empty
+            return None
+        finally:
+            os.close(fd)
 
-    def _memory(self, path: Path, found: os.stat_result) -> np.ndarray | None:
-        """The whole file; a small one is mapped for this use only, since it is never written over."""
+    def memory(self, fd: int, found: os.stat_result) -> np.ndarray:
+        """The whole of an open file, whose fstat result is `found`. Raises OSError when it cannot be mapped.
+
+        A small one is mapped for this use only, since it is never written over.
+        """
         key = (found.st_dev, found.st_ino)
         with self._lock:
             self._sweep_now_and_then()
@@ -91,14 +100,13 @@ class Mappings:
             if mapped is not None and len(mapped.memory) >= found.st_size:
                 self._files.move_to_end(key)
                 return mapped.memory
-            mapped = _map(path, found)
-            if mapped is None or found.st_size < RECYCLED_FROM:
-                self._forget(mapped)
-                return None if mapped is None else mapped.memory
-            self._forget(self._files.pop(key, None))  # the file has grown since
-            self._files[key] = mapped
-            self._bound()
-            return mapped.memory
+            whole = mmap.mmap(fd, found.st_size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+            memory = np.frombuffer(whole, np.uint8)
+            if found.st_size >= RECYCLED_FROM:
+                self._forget(self._files.pop(key, None))  # the file has grown since
+                self._files[key] = _Mapped(os.dup(fd), memory)
+                self._bound()
+            return memory
 
     def _sweep_now_and_then(self) -> None:
         if time.monotonic() - self._swept > _SWEEP_S:
@@ -135,17 +143,3 @@ class Mappings:
         with self._lock:
             while self._files:
                 self._forget(self._files.popitem()[1])
-
-
-def _map(path: Path, found: os.stat_result) -> _Mapped | None:
-    """Map the file that was `found` at `path`; None when it is another by now."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        if os.path.samestat(os.fstat(fd), found):
-            memory = mmap.mmap(fd, found.st_size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-            return _Mapped(fd, np.frombuffer(memory, np.uint8))
-    except BaseException:
-        os.close(fd)
-        raise
-    os.close(fd)
-    return None

@@ -6,10 +6,10 @@ and a later blob of the same room (`account.footprint`) is written over one of t
 
 - a file is renamed away from its blob's path before anybody may write over it, and a path never returns (it
   holds a random id): whoever copies bytes and then still finds the file at the path has the blob's bytes;
-- a file is never cut or shrunk (readers map it): it may be longer than its blob, up to the blob's room;
-- a file of which bytes were given to a socket (`mark_sent`) is never written over: `sendfile` hands out the
-  pages themselves, and they lie in the receiver's queue, unread, for as long as it likes, also after the
-  service is dead. The mark is the file's missing write permission, so it outlives every process.
+- a file is never cut or shrunk (readers map it): it may be longer than its blob, up to the blob's room.
+
+So bytes of such a file may only ever be copied. `sendfile` hands out the pages themselves, and they lie in the
+receiver's queue, unread, for as long as it likes, also after the sender is dead.
 
 `Recycled` is used under the journal's lock, which makes what is held and what waits here add up exactly. Does
 not know: journals, who frees.
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import stat
 from pathlib import Path
 
 from moorage.core.errors import PayloadError
@@ -27,7 +26,6 @@ from moorage.payload.account import RECYCLED_FROM, footprint
 from moorage.payload.codec import MAX_HEADER_BYTES, blob_nbytes, read_layout
 
 FOLDER_NAME = ".recycled"
-_SENT_MODE = 0o400
 
 
 def holds(size: int, nbytes: int) -> bool:
@@ -51,19 +49,6 @@ def names(path: Path, file: os.stat_result) -> bool:
         return os.path.samestat(os.stat(path), file)
     except OSError:
         return False
-
-
-def mark_sent(fd: int) -> bool:
-    """Have the file never written over again; False when it cannot be marked (a read-only file system)."""
-    with contextlib.suppress(OSError):
-        if _is_writable(os.fstat(fd)):
-            os.fchmod(fd, _SENT_MODE)
-        return True
-    return False
-
-
-def _is_writable(result: os.stat_result) -> bool:
-    return bool(result.st_mode & stat.S_IWUSR)
 
 
 def lies_in_memory(folder: Path) -> bool:
@@ -105,8 +90,8 @@ class Recycled:
 
         Files of other rooms make way: what is freed now is more likely to be wanted than they are.
         """
-        result, size = os.stat(path), footprint(nbytes)
-        if not _is_writable(result) or not holds(result.st_size, nbytes):
+        size = footprint(nbytes)
+        if not holds(os.stat(path).st_size, nbytes):
             return False
         files = self.files()
         alike = sum(other for other, _ in files if other == size)
@@ -138,23 +123,16 @@ class Recycled:
 
 
 def _claim(path: Path, target: Path) -> bool:
-    """Move `path` to `target`; when it was sent, or cannot be moved, unlink it.
-
-    A sender marks, then looks whether the path is still the blob's, then sends. The file has left that path
-    before it came here, so a mark that is not seen now belongs to a send that did not happen.
-    """
+    """Move `path` to `target`; when it cannot be moved, unlink it."""
     try:
         with contextlib.suppress(FileExistsError):
             target.parent.mkdir(mode=0o700)
         os.rename(path, target)
-        if _is_writable(os.stat(target)):
-            return True
     except OSError:
-        pass
-    for name in (path, target):
         with contextlib.suppress(OSError):
-            name.unlink()
-    return False
+            path.unlink()
+        return False
+    return True
 
 
 def _shrink(files: list[tuple[int, Path]], nbytes: int) -> None:

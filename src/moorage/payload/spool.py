@@ -126,7 +126,7 @@ class Spool:
             write_blob(path, buffers, over=over)
         except OSError as error:
             made_room = error.errno == errno.ENOSPC and self._recycled.clear() > 0
-            if not (over or made_room):  # a file that was taken may have been marked since: take a new one
+            if not (over or made_room):  # whatever ails a file that was taken, a new one may do
                 raise
             temporary_of(path).unlink(missing_ok=True)
             write_blob(path, buffers)

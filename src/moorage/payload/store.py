@@ -4,8 +4,9 @@ Promises:
 - an attempt whose folder appears is served without a restart (take-over), one whose journal ends is dropped;
 - `free` is recorded before it is answered, so a service that is killed and started again knows it;
 - a kept blob that is missing or cut short on disk is `Damaged`, counted, never served;
-- a blob that is opened to be sent is first marked, so that its file is never written over (`recycle.py`);
-  where that cannot be done it is not `fixed`, and must be looked at after every copy.
+- a large blob is sent out of its mapping, by copying, and its last bytes only after a look that it is still
+  there: its file may be written over meanwhile (`recycle.py`), and then no peer has a whole answer;
+- memory of files that are gone is held for a second at most.
 
 Safe to use from several threads. Does not know: sockets, tokens.
 """
@@ -13,23 +14,30 @@ Safe to use from several threads. Does not know: sockets, tokens.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from moorage.core.errors import PayloadError
 from moorage.payload.account import RECYCLED_FROM, REMEMBERED, Entry
-from moorage.payload.recycle import holds, mark_sent, names
+from moorage.payload.mappings import Freed, Mappings
+from moorage.payload.recycle import holds, names
 from moorage.payload.spool import Spool, attempt_keys
 from moorage.records.payload import Ledger
 
 _LOOK_AGAIN_S = 0.01
+_OURS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # the blob is well, this process is not
+_SWEEP_S = 1.0
+_PIECE_BYTES = 1 << 21
+_LAST_PIECE_BYTES = 1 << 16
 
 
 class Damaged(Exception):
@@ -39,26 +47,33 @@ class Damaged(Exception):
 class OpenBlob(NamedTuple):
     """A kept blob, opened to be sent: the first `nbytes` bytes of a file that may be longer.
 
-    `fixed`: nobody will write over them. Otherwise copy, then ask whether it `is_there` still.
+    `memory`: the mapped file, which may be written over once the blob is freed. None for a small blob, whose
+    file never is, and may be given to the kernel.
     """
 
     fd: int
     nbytes: int
     path: Path
-    fixed: bool
+    memory: np.ndarray | None
 
-    def is_there(self) -> bool:
-        """Whether what was read so far is the blob."""
-        return names(self.path, os.fstat(self.fd))
+    def pieces(self, start: int, stop: int) -> Iterator[np.ndarray | bytes]:
+        """Bytes `start:stop` to be copied, each piece before the next is asked for.
+
+        Raises Freed in place of the last piece when what was handed out may be another blob's bytes. Then
+        nothing was sent that a peer could take for the whole answer.
+        """
+        last = max(start, stop - _LAST_PIECE_BYTES)
+        for at in range(start, last, _PIECE_BYTES):
+            assert self.memory is not None
+            yield self.memory[at : min(at + _PIECE_BYTES, last)]
+        data = os.pread(self.fd, stop - last, last)
+        if len(data) < stop - last or not names(self.path, os.fstat(self.fd)):
+            raise Freed(str(self.path))
+        yield data
 
 
-def prepare_to_send(fd: int, nbytes: int, path: Path) -> OpenBlob | None:
-    """The blob whose file is open as `fd`; None when it was freed, so that the file may be another's by now.
-
-    First the mark, then the look: `recycle.py` says what depends on that order.
-    """
-    blob = OpenBlob(fd, nbytes, path, nbytes < RECYCLED_FROM or mark_sent(fd))
-    return blob if blob.is_there() else None
+def _no_room(path: Path, error: OSError) -> PayloadError:
+    return PayloadError(f"payload file {path} cannot be opened just now: {error.strerror}", final=False)
 
 
 class Released(msgspec.Struct):
@@ -80,9 +95,11 @@ class Held(msgspec.Struct):
 
 class Reaper:
     """Recycles or unlinks freed files in a thread of its own: giving back the pages of a large file takes
-    milliseconds, and whoever frees a thousand should not wait for it. A kill leaves them to `Spool.sweep`."""
+    milliseconds, and whoever frees a thousand should not wait for it. A kill leaves them to `Spool.sweep`.
+    Between files, and every second, it lets go of the mappings of what is unlinked, by whomever."""
 
-    def __init__(self) -> None:
+    def __init__(self, mappings: Mappings) -> None:
+        self._mappings = mappings
         self._queue: queue.Queue[tuple[Spool, Entry] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._run, name="payload-reaper", daemon=True)
         self._thread.start()
@@ -92,9 +109,18 @@ class Reaper:
             self._queue.put((spool, entry))
 
     def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
+        while True:
+            try:
+                item = self._queue.get(timeout=_SWEEP_S)
+            except queue.Empty:
+                self._mappings.sweep()
+                continue
+            if item is None:
+                return
             spool, entry = item
             spool.recycle_file(entry)
+            if self._queue.empty():
+                self._mappings.sweep()
             self._queue.task_done()
 
     def wait(self) -> None:
@@ -118,7 +144,8 @@ class Store:
         for spool in self._spools.values():
             with contextlib.suppress(OSError):  # a read-only spool keeps what is free
                 spool.sweep()
-        self._reaper = Reaper()
+        self._mappings = Mappings()
+        self._reaper = Reaper(self._mappings)
 
     def refresh(self) -> None:
         """Take in attempts that appeared, drop those that ended."""
@@ -134,7 +161,10 @@ class Store:
                     spool.close()
 
     def open(self, blob_id: str) -> OpenBlob | None:
-        """A kept blob, None when it is unknown or freed. Raises Damaged. The descriptor is the caller's."""
+        """A kept blob, None when it is unknown or freed. The descriptor is the caller's.
+
+        Raises Damaged, and PayloadError when this process has no room for one more file.
+        """
         for last in (False, False, True):
             located = self._locate(blob_id)
             if located is None:
@@ -144,25 +174,31 @@ class Store:
             try:
                 fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             except OSError as error:
+                if error.errno in _OURS:
+                    raise _no_room(path, error) from error
                 if not last:  # freed, or adopted by another attempt, since it was looked up
                     time.sleep(_LOOK_AGAIN_S)
                     self.refresh()
                     continue
                 spool.mark_damaged(blob_id)
                 raise Damaged(f"payload file {path}: {error.strerror}") from error
-            size = os.fstat(fd).st_size
-            if holds(size, entry.nbytes):
-                blob = prepare_to_send(fd, entry.nbytes, path)
-                if blob is not None:
-                    return blob
-                os.close(fd)
-                continue
+            found = os.fstat(fd)
+            if holds(found.st_size, entry.nbytes):
+                return self._prepare(fd, found, path, entry.nbytes)
             os.close(fd)
             spool.mark_damaged(blob_id)
             raise Damaged(
-                f"payload file {path} has {size} bytes, {entry.nbytes} were kept: cut short on disk"
+                f"payload file {path} has {found.st_size} bytes, {entry.nbytes} were kept: cut short on disk"
             )
         return None
+
+    def _prepare(self, fd: int, found: os.stat_result, path: Path, nbytes: int) -> OpenBlob:
+        try:
+            memory = self._mappings.memory(fd, found) if nbytes >= RECYCLED_FROM else None
+        except OSError as error:
+            os.close(fd)
+            raise _no_room(path, error) from error
+        return OpenBlob(fd, nbytes, path, memory)
 
     def _locate(self, blob_id: str) -> tuple[Spool, Entry] | None:
         for refresh in (False, True):
@@ -218,6 +254,11 @@ class Store:
             ]
         return sorted(held, key=lambda item: -item.age_s)[:limit]
 
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of the files that stay mapped."""
+        return self._mappings.mapped_bytes
+
     def close(self) -> None:
         self._reaper.close()
         with self._lock:
@@ -225,3 +266,4 @@ class Store:
                 spool.drop_recycled()
                 spool.close()
             self._spools.clear()
+        self._mappings.close()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,11 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moorage.core.errors import PayloadError
 from moorage.payload.account import RECYCLED_FROM, footprint
 from moorage.payload.codec import decode, encode, nbytes_of
+from moorage.payload.mappings import Freed
 from moorage.payload.recycle import FOLDER_NAME, Recycled, holds
 from moorage.payload.spool import SUFFIX, Spool
-from moorage.payload.store import Store, prepare_to_send
+from moorage.payload.store import Store
 from tests.unit.payload.builders import assert_same, make_arrays, memory_folder
 
 ROOM = footprint(RECYCLED_FROM + 1)
@@ -119,45 +124,97 @@ def test_what_was_held_at_most_is_not_passed_by_what_waits(spool: Spool, store: 
         assert sum(waiting(spool)) <= spool.ledger().peak_bytes == ROOM + footprint(ROOM + 1)
 
 
-def test_bytes_that_lie_in_a_socket_stay_what_they_were(spool: Spool, store: Store) -> None:
+def test_bytes_that_lie_in_a_socket_stay_what_they_were_when_the_file_is_written_over(
+    spool: Spool, store: Store
+) -> None:
     blob_id = spool.keep("r", [make_blob(b"a")])
+    number = path_of(spool, blob_id).stat().st_ino
     blob = store.open(blob_id)
     assert blob is not None
     near, far = socket.socketpair()
     with near, far:
-        sent = os.sendfile(near.fileno(), blob.fd, 0, 1 << 14)
+        near.setblocking(False)
+        sent = near.send(next(blob.pieces(0, ROOM)))
         os.close(blob.fd)
         free(store, blob_id)
-        assert waiting(spool) == []
-        spool.keep("r", [make_blob(b"b")])
+        second = spool.keep("r", [make_blob(b"b")])
+        assert path_of(spool, second).stat().st_ino == number
         assert far.recv(sent, socket.MSG_WAITALL) == b"a" * sent
 
 
-def test_a_mark_that_came_between_is_seen_by_the_writer(spool: Spool, store: Store) -> None:
-    """The service was about to send when the blob was freed; it sends nothing, and the file is let go."""
+@pytest.mark.parametrize("after", ["free", "written over"])
+@pytest.mark.parametrize("span", [(0, ROOM), (0, 100), (ROOM - 10, ROOM), (1000, ROOM - 1000)])
+def test_the_end_of_a_blob_that_was_freed_is_never_handed_out(spool, store, span, after) -> None:
     blob_id = spool.keep("r", [make_blob(b"a")])
-    number = path_of(spool, blob_id).stat().st_ino
-    with path_of(spool, blob_id).open("rb") as file:
-        free(store, blob_id)
-        os.fchmod(file.fileno(), 0o400)
-        assert store.open(blob_id) is None
-        second = spool.keep("r", [make_blob(b"b")])
-        assert path_of(spool, second).stat().st_ino != number
-        assert file.read(1) == b"a"
-    assert waiting(spool) == []
+    blob = store.open(blob_id)
+    assert blob is not None
+    pieces = blob.pieces(*span)
+    got = len(next(pieces)) if span[1] - span[0] > 1 << 16 else 0
+    free(store, blob_id)
+    if after == "written over":
+        spool.keep("r", [make_blob(b"b")])
+    with pytest.raises(Freed):
+        for piece in pieces:
+            got += len(piece)
+    assert got < span[1] - span[0]
+    os.close(blob.fd)
 
 
-def test_nothing_is_sent_of_a_file_that_was_written_over_since_it_was_opened(
+@given(st.integers(0, ROOM), st.integers(0, ROOM))
+def test_pieces_are_the_bytes_of_the_span(one, other) -> None:
+    start, stop = sorted((one, other))
+    with memory_folder() as root:
+        spool = Spool(root, "run.1", 4 * ROOM)
+        data = os.urandom(1 << 12) * (ROOM // (1 << 12))
+        store = Store(root)
+        blob = store.open(spool.keep("r", [data]))
+        assert blob is not None
+        assert b"".join(map(bytes, blob.pieces(start, stop))) == data[start:stop]
+        os.close(blob.fd)
+        store.close()
+        spool.close()
+
+
+def test_a_blob_that_was_sent_is_recycled_and_what_is_unlinked_is_not_held(spool: Spool, store: Store) -> None:
+    blob_id = spool.keep("r", [make_blob(b"a")])
+    blob = store.open(blob_id)
+    assert blob is not None
+    assert sum(map(len, blob.pieces(0, blob.nbytes))) == ROOM
+    os.close(blob.fd)
+    del blob
+    free(store, blob_id)
+    assert waiting(spool) == [ROOM]
+    assert store.mapped_bytes == ROOM
+    spool.discard_all("env_server")  # in another process of the env server
+    deadline = time.monotonic() + 10
+    while store.mapped_bytes and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert store.mapped_bytes == 0
+
+
+def test_a_service_without_room_for_one_more_file_says_so_and_counts_no_damage(
     spool: Spool, store: Store
 ) -> None:
-    first = path_of(spool, blob_id := spool.keep("r", [make_blob(b"a")]))
-    with first.open("rb") as file:
-        assert prepare_to_send(file.fileno(), ROOM, first) is not None
-        os.fchmod(file.fileno(), 0o600)  # as if the mark came only now
-        free(store, blob_id)
-        second = path_of(spool, spool.keep("r", [make_blob(b"b")]))
-        assert second.stat().st_ino == os.fstat(file.fileno()).st_ino
-        assert prepare_to_send(file.fileno(), ROOM, first) is None
+    blob_id = spool.keep("r", [make_blob(b"a")])
+    fds, before = [], resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+    try:
+        for free_descriptors in (0, 1, 2):
+            with contextlib.suppress(OSError):
+                while True:
+                    fds.append(os.open("/dev/null", os.O_RDONLY))
+            for _ in range(free_descriptors):
+                os.close(fds.pop())
+            with pytest.raises(PayloadError, match="cannot be opened just now"):
+                store.open(blob_id)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        for fd in fds:
+            os.close(fd)
+    blob = store.open(blob_id)
+    assert blob is not None
+    os.close(blob.fd)
+    assert store.ledger().damaged == 0
 
 
 def test_a_taken_file_that_cannot_be_written_is_replaced(spool: Spool) -> None:
@@ -165,15 +222,6 @@ def test_a_taken_file_that_cannot_be_written_is_replaced(spool: Spool) -> None:
     path.parent.mkdir()
     spool._write(path, [make_blob(b"a")], over=True)
     assert path.read_bytes() == make_blob(b"a")
-
-
-def test_a_marked_blob_is_served_again_and_again(spool: Spool, store: Store) -> None:
-    blob_id = spool.keep("r", [make_blob(b"a")])
-    for _ in range(2):
-        blob = store.open(blob_id)
-        assert blob is not None
-        assert blob.fixed
-        os.close(blob.fd)
 
 
 def test_an_adopted_blob_has_its_own_size_not_its_files(spool: Spool, store: Store) -> None:
