@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 import numpy as np
 
@@ -34,7 +34,7 @@ from moorage.payload.codec import encode, nbytes_of
 from moorage.payload.spool import TMPFS, has_room
 from moorage.records.payload import PayloadSlice
 from moorage.records.sample import MicroBatch, RankBatch, Span, TrainSample, encode_rank_batch
-from payload_fetch import FetchBench, make_head_and_routing
+from payload_fetch import FetchBench, Round, make_head_and_routing
 
 MIB = 1 << 20
 FIGURES = ("reference", "optional", "inline_routing", "inline")
@@ -134,15 +134,16 @@ def measure_fetch(options: argparse.Namespace) -> dict[str, object]:
     folder = Path(tempfile.mkdtemp(prefix="bench-payload-", dir=base))
     try:
         with FetchBench(folder, options.tokens, options.blobs, options.connections) as bench:
-            speeds = {name: [] for name in bench.ways}
+            rounds = {name: [] for name in bench.ways}
             keeps = {name: [] for name in bench.keeps}
             for _ in range(options.rounds + 1):
                 for name in bench.ways:
-                    speeds[name].append(bench.time_fetch(name))
+                    rounds[name].append(bench.time_fetch(name))
                 for name in bench.keeps:
                     keeps[name].append(bench.time_keep(name))
             # The first round warms everything up, Ray's too.
-            speeds = {name: values[1:] for name, values in speeds.items()}
+            speeds = {name: [each.gb_per_s for each in values[1:]] for name, values in rounds.items()}
+            cpu = {name: mean_cpu(values[1:]) for name, values in rounds.items()}
             keeps = {name: values[1:] for name, values in keeps.items()}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -154,12 +155,12 @@ def measure_fetch(options: argparse.Namespace) -> dict[str, object]:
             skipped = str(error)
     else:
         skipped = "--ray-python was not given"
-    print_speeds(speeds)
+    print_speeds(speeds, cpu)
     if skipped:
         print(f"  Ray: skipped, {skipped}")
     print_keeps(keeps)
     print(f"  load average after: {os.getloadavg()[0]:.1f}, numpy {np.__version__}")
-    return {"gb_per_s": speeds, "keep_gb_per_s": keeps, "ray_skipped": skipped}
+    return {"gb_per_s": speeds, "cpu_s_per_gb": cpu, "keep_gb_per_s": keeps, "ray_skipped": skipped}
 
 
 def run_ray(options: argparse.Namespace) -> dict[str, list[float]]:
@@ -173,14 +174,18 @@ def run_ray(options: argparse.Namespace) -> dict[str, list[float]]:
     return json.loads(lines[-1])
 
 
-def print_speeds(speeds: dict[str, list[float]]) -> None:
+def mean_cpu(rounds: list[Round]) -> list[float]:
+    """Seconds a GB of client and server."""
+    return [mean(each.client_s for each in rounds), mean(each.server_s for each in rounds)]
+
+
+def print_speeds(speeds: dict[str, list[float]], cpu: dict[str, list[float]]) -> None:
     raw = median(speeds["raw sendfile copy"])
-    print("fetch, all into the same memory, GB/s")
-    print(f"  {'':38}{'median':>9}{'best':>9}{'worst':>9}{'of raw':>9}")
+    print("fetch, all into the same memory: GB/s, and processor seconds a GB at both ends")
+    print(f"  {'':40}{'median':>8}{'best':>8}{'worst':>8}{'of raw':>8}{'client':>8}{'server':>8}")
     for name, values in speeds.items():
-        print(
-            f"  {name:38}{median(values):9.2f}{max(values):9.2f}{min(values):9.2f}{median(values) / raw:9.2f}"
-        )
+        figures = median(values), max(values), min(values), median(values) / raw, *cpu.get(name, ())
+        print(f"  {name:40}" + "".join(f"{figure:8.2f}" for figure in figures))
 
 
 def print_keeps(keeps: dict[str, list[float]]) -> None:

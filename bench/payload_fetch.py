@@ -14,8 +14,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+import psutil
 from msgspec.structs import replace
 
 from moorage.core.net import node_name
@@ -57,11 +59,19 @@ class FixedBuffers:
         return self._targets[next(self._next)][:nbytes]
 
 
+class Round(NamedTuple):
+    """One round of one way: its speed, and the processor time of both sides per GB."""
+
+    gb_per_s: float
+    client_s: float
+    server_s: float
+
+
 class FetchBench:
     """A spool of equal blobs, all servers over it, and one preallocated buffer that every way fills.
 
-    What moorage reads is kept anew before each round, over the files of the round before, which the service was
-    told to free; the others send the same files, or what they hold in memory, again and again.
+    What moorage reads is kept anew before each round, over the files of the round before, which the service
+    was told to free; the others send the same files, or what they hold in memory, again and again.
     """
 
     def __init__(self, folder: Path, tokens: int, blobs: int, connections: int) -> None:
@@ -96,6 +106,10 @@ class FetchBench:
             "standard-library HTTP, from its memory": lambda: self.fetch_stdlib(1),
             "moorage on one host, mapped and copied": self.fetch_mapped,
         }
+        raw, memory, files = (process.pid for process, _ in self.servers)
+        self.pids = dict(
+            zip(self.ways, (raw, self.service.pid, files, memory, self.service.pid), strict=True)
+        )
         self.prepare = dict.fromkeys(
             ("moorage over HTTP", "moorage on one host, mapped and copied"), self.keep_over
         )
@@ -108,11 +122,18 @@ class FetchBench:
         address = {"payload": self.service.url, "spool": str(self.spool.root), "node": node_name()}
         write_json_atomic(folder / "envs" / f"{STORE}.address", address)
 
-    def time_fetch(self, name: str) -> float:
-        """GB/s of one round of that way."""
+    def time_fetch(self, name: str) -> Round:
+        """One round of that way."""
         self.forget()
         self.prepare.get(name, lambda: None)()
-        return self._time(self.ways[name])
+        processes = psutil.Process(), psutil.Process(self.pids[name])
+        before = [process.cpu_times() for process in processes]
+        speed = self._time(self.ways[name])
+        spent = [
+            sum(process.cpu_times()[:2]) - sum(times[:2])
+            for process, times in zip(processes, before, strict=True)
+        ]
+        return Round(speed, *(seconds * 1e9 / len(self.buffer) for seconds in spent))
 
     def time_keep(self, name: str) -> float:
         """GB/s of keeping one round's blobs that way."""

@@ -337,7 +337,7 @@ def test_files_that_wait_make_room_on_a_full_disk(tmp_path) -> None:
 
 
 def test_an_answer_that_a_free_overtakes_ends_short() -> None:
-    """The reader has taken a little when its blob is freed and written over: it must not get a whole answer."""
+    """The reader has taken a little when its blob is freed and written over: it gets no whole answer."""
     size = 16 << 20
     with memory_folder() as root:
         spool = Spool(root, "run.1", 2 * size, remember=100)

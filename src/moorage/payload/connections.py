@@ -180,7 +180,7 @@ class PayloadListener:
                 send_json(peer, msgspec.json.encode(self._release(body)), alive)
             else:
                 raise Refused(405, f"no route {request.method} {request.path}")
-        except PayloadError as error:  # the journal cannot be written, no file be opened: the peer tries again
+        except PayloadError as error:  # no journal line, no open file just now: the peer tries again
             send_text(peer, 503, str(error), keep_alive=alive)
         return alive
 

@@ -8,8 +8,8 @@ and a later blob of the same room (`account.footprint`) is written over one of t
   holds a random id): whoever copies bytes and then still finds the file at the path has the blob's bytes;
 - a file is never cut or shrunk (readers map it): it may be longer than its blob, up to the blob's room.
 
-So bytes of such a file may only ever be copied. `sendfile` hands out the pages themselves, and they lie in the
-receiver's queue, unread, for as long as it likes, also after the sender is dead.
+So bytes of such a file may only ever be copied. `sendfile` hands out the pages themselves, and they lie in
+the receiver's queue, unread, for as long as it likes, also after the sender is dead.
 
 `Recycled` is used under the journal's lock, which makes what is held and what waits here add up exactly. Does
 not know: journals, who frees.

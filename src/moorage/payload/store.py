@@ -56,7 +56,7 @@ class OpenBlob(NamedTuple):
     path: Path
     memory: np.ndarray | None
 
-    def pieces(self, start: int, stop: int) -> Iterator[np.ndarray | bytes]:
+    def pieces(self, start: int, stop: int) -> Iterator[memoryview | bytes]:
         """Bytes `start:stop` to be copied, each piece before the next is asked for.
 
         Raises Freed in place of the last piece when what was handed out may be another blob's bytes. Then
@@ -65,7 +65,7 @@ class OpenBlob(NamedTuple):
         last = max(start, stop - _LAST_PIECE_BYTES)
         for at in range(start, last, _PIECE_BYTES):
             assert self.memory is not None
-            yield self.memory[at : min(at + _PIECE_BYTES, last)]
+            yield self.memory.data[at : min(at + _PIECE_BYTES, last)]
         data = os.pread(self.fd, stop - last, last)
         if len(data) < stop - last or not names(self.path, os.fstat(self.fd)):
             raise Freed(str(self.path))

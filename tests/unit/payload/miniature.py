@@ -72,7 +72,7 @@ class Sending:
 
     id: str
     blob: OpenBlob
-    pieces: Iterator[np.ndarray | bytes]
+    pieces: Iterator[memoryview | bytes]
     sent: bytes
 
 
