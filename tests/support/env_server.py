@@ -28,7 +28,7 @@ from pathlib import Path
 from moorage.config.base import load_config
 from moorage.config.env import EnvServerConfig
 from moorage.core.errors import MoorageError
-from moorage.env.broker import main
+from moorage.env.process import main
 try:
     code = main(load_config(EnvServerConfig, Path(sys.argv[1])))
 except MoorageError as error:

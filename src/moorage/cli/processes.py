@@ -16,7 +16,7 @@ from moorage.core.errors import ConfigError
 # command: (config class, main, what it is told to read)
 PROCESSES: dict[str, tuple[str, str]] = {
     "inference": ("moorage.config.run:InferenceProcessConfig", ""),
-    "env-server": ("moorage.config.env:EnvServerConfig", "moorage.env.broker:main"),
+    "env-server": ("moorage.config.env:EnvServerConfig", "moorage.env.process:main"),
     "orchestrator": ("moorage.config.run:OrchestratorProcessConfig", "moorage.orchestrator.loop:main"),
     "trainer": ("moorage.config.run:TrainerProcessConfig", "moorage.trainer.loop:main"),
     "sft": ("moorage.config.sft:SftConfig", "moorage.trainer.sft:main"),

@@ -15,11 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
-import logging
-import os
-import resource
-import secrets
-import signal
 import time
 import uuid
 from collections.abc import Callable, Coroutine
@@ -32,16 +27,13 @@ import zmq
 
 from moorage.config.env import EnvServerConfig
 from moorage.core.aio import TaskOwner
-from moorage.core.collector import settle_collector
 from moorage.core.errors import ConfigError, EnvServerError
-from moorage.core.log import get_logger, setup_logging
+from moorage.core.log import get_logger
 from moorage.core.net import advertised_host, node_name
-from moorage.core.parent import watch_parent
-from moorage.core.rundir import Heartbeat, RunDir, write_json_atomic
 from moorage.env import protocol as wire
 from moorage.env.answers import Answers
 from moorage.env.delivery import State
-from moorage.env.environment import Environment, load_environment
+from moorage.env.environment import Environment
 from moorage.env.leases import Holder, Leases, holder_of
 from moorage.env.nursery import Nursery
 from moorage.env.port import Port
@@ -53,9 +45,6 @@ from moorage.env.workers import Callbacks, Workers
 TICK_S = 0.25
 DRAIN_S = 10.0
 READY_S = 300.0
-FDS_PER_RUN = 3
-"""Both ends of a call to the interception server, and the engine's connection."""
-FDS_FIXED = 256
 log = get_logger(__name__)
 
 
@@ -398,79 +387,3 @@ def _version_mismatch(version: Any) -> EnvServerError:
 
 def _versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in ("moorage", "verifiers")}
-
-
-def raise_file_limit(max_concurrent: int) -> None:
-    """Allow as many open files as the system does. Raises ConfigError when the runs cannot fit."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    needed = max_concurrent * FDS_PER_RUN + FDS_FIXED
-    if hard != resource.RLIM_INFINITY and needed > hard:
-        fits = max(1, (hard - FDS_FIXED) // FDS_PER_RUN)
-        raise ConfigError(
-            f"max_concurrent = {max_concurrent} needs about {needed} open files in a worker and the system "
-            f"allows {hard}; lower it to {fits}, use more workers, or raise the hard limit (ulimit -Hn)"
-        )
-
-
-def _on_bug(broker: Broker, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """An exception that nobody caught is a bug of ours: the server says so and stops."""
-    loop.default_exception_handler(context)
-    if isinstance(context.get("exception"), Exception):
-        broker.fail(f"a bug in the broker: {context['exception']!r}")
-
-
-def _describe(broker: Broker) -> dict[str, Any]:
-    """The address file. The payload url is null until the store has adopted what it has to."""
-    store = broker.store
-    return {
-        "rpc": broker.address,
-        "payload": store.url if store.ready else None,
-        "spool": store.folder,
-        "store": store.name,
-        "node": node_name(),
-        "pid": os.getpid(),
-    }
-
-
-async def serve(config: EnvServerConfig, token: str, environment: Environment, nursery: Nursery) -> int:
-    """Run one env server until it is told to stop. Returns the exit code."""
-    broker = Broker(config, token, environment, nursery)
-    loop = asyncio.get_running_loop()
-    loop.set_exception_handler(lambda loop, context: _on_bug(broker, loop, context))
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, broker.request_stop)
-    run = RunDir(config.run_dir)
-    address_file = run.address(config.split, broker.store_name)
-    process_name = f"envs/{config.split}/{broker.store_name}"
-    await broker.start()
-    try:
-        with Heartbeat(run, process_name):
-            broker.on_ready = lambda: write_json_atomic(address_file, _describe(broker))
-            broker.on_ready()
-            log.info("serving %s on %s", broker.environment.env_id, broker.address)
-            await broker.wait_stopped()
-    finally:
-        address_file.unlink(missing_ok=True)
-    if broker.fatal:
-        log.error("%s", broker.fatal)
-        return 1
-    return 0
-
-
-def main(config: EnvServerConfig) -> int:
-    """`moorage env-server`: returns the exit code."""
-    setup_logging(f"envs/{config.split}/{config.source.name}.{node_name()}")
-    watch_parent()
-    token = os.environ.get("MOORAGE_TOKEN")
-    if not token:
-        token = secrets.token_hex(32)
-        os.environ["MOORAGE_TOKEN"] = token
-        print(f"MOORAGE_TOKEN={token}  (give it to whoever uses this env server)", flush=True)
-    raise_file_limit(config.source.max_concurrent)
-    nursery = Nursery(config.model_path, config.renderer)
-    nursery.start()  # it loads the environment library while this process does
-    environment = load_environment(config)
-    settle_collector()
-    logging.getLogger("verifiers").setLevel("WARNING")
-    return asyncio.run(serve(config, token, environment, nursery))

@@ -25,9 +25,11 @@ from moorage.config.env import EnvServerConfig
 from moorage.core.errors import EnvServerError
 from moorage.core.log import get_logger
 from moorage.core.net import node_name
-from moorage.env.broker import Broker, load_environment, raise_file_limit
+from moorage.env.broker import Broker
 from moorage.env.client import EnvClient, RolloutCall
+from moorage.env.environment import load_environment
 from moorage.env.keep import INFO_KEY, read_payload
+from moorage.env.process import make_room
 
 RUN_ID = "check"
 log = get_logger(__name__)
@@ -40,7 +42,7 @@ def run(config: EnvServerConfig, endpoint: str, model: str = "policy", console: 
     served.
     """
     console = console or Console(soft_wrap=True)
-    raise_file_limit(config.source.max_concurrent)
+    make_room(config.source.max_concurrent)
     with _scratch(config) as scratch:
         return asyncio.run(_check(scratch, endpoint, model, console))
 

@@ -18,7 +18,7 @@ files, engines or the clock.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from moorage.core.errors import ConfigError
@@ -34,10 +34,9 @@ from moorage.orchestrator.payloads import oldest_version, span_of
 from moorage.orchestrator.samples import make_samples, prune_zero
 from moorage.orchestrator.sink_records import Batch, Fate, Pending, Scored, SinkLimits, TrainSettings, Window
 from moorage.orchestrator.survivors import check_payloads, is_candidate, survives
+from moorage.orchestrator.trace_queue import TraceQueue
 from moorage.records.payload import TracePayload
 from moorage.records.sample import TrainSample
-
-QUEUE_BATCHES = 4
 
 
 class TrainSink:
@@ -64,9 +63,8 @@ class TrainSink:
         self._on_settled = on_settled
         self._credit = CreditTable()
         self._pending: dict[str, Pending] = {}
-        self._queue: dict[str, Scored] = {}
+        self._queue = TraceQueue(limits)
         self._fates: dict[str, Fate] = {}
-        self._queued_of: dict[str, int] = {}
         self._facts: dict[str, EpisodeFacts] = {}
 
     # -- arrivals
@@ -196,8 +194,7 @@ class TrainSink:
         self._holdings.release_ids(
             [branch.id for branch in payload.branches if branch.id not in used], "train_sink"
         )
-        self._queue[trace.id] = scored
-        self._queued_of[event.group.id] = self._queued_of.get(event.group.id, 0) + 1
+        self._queue.put(scored)
 
     def _make_samples(self, event: Arrived, trace_id: str, payload: TracePayload) -> list[TrainSample]:
         samples = make_samples(
@@ -227,13 +224,7 @@ class TrainSink:
 
     def batches_waiting(self, max_traces: int | None = None) -> float:
         """How full the queue is, 1 at its bound: `max_traces`, or four batches."""
-        if max_traces is not None:
-            return len(self._queue) / max_traces
-        if self.limits.batch_traces is not None:
-            return len(self._queue) / (QUEUE_BATCHES * self.limits.batch_traces)
-        assert self.limits.batch_tokens is not None
-        tokens = sum(scored.num_tokens for scored in self._queue.values())
-        return tokens / (QUEUE_BATCHES * self.limits.batch_tokens)
+        return self._queue.fullness(max_traces)
 
     @property
     def num_pending(self) -> int:
@@ -243,20 +234,13 @@ class TrainSink:
     @property
     def is_ready(self) -> bool:
         """Whether a batch could be cut, staleness aside."""
-        if self.limits.batch_traces is not None:
-            return len(self._queue) >= self.limits.batch_traces
-        return self._enough(self._queue.values())
+        return self._queue.is_ready
 
     def sweep(self, step: int) -> int:
         """Drop queued traces too stale for the batch of `step`; how many."""
-        min_fresh = step - 1 - self.limits.max_off_policy
-        stale = [
-            scored
-            for scored in self._queue.values()
-            if scored.oldest is not None and scored.oldest < min_fresh
-        ]
+        stale = self._queue.stale(step - 1 - self.limits.max_off_policy)
         for scored in stale:
-            self._unqueue(scored)
+            self._queue.take(scored)
             self._drop_trace(scored.arrived, scored.trace, "stale")
             self._end_and_settle(scored)
         return len(stale)
@@ -270,15 +254,10 @@ class TrainSink:
         self.sweep(step)
         if not self.is_ready:
             return None
-        chosen: list[Scored] = []
-        for scored in self._queue.values():
-            chosen.append(scored)
-            if self._enough(chosen):
-                break
         samples: list[TrainSample] = []
         cohort: list[Scored] = []
-        for scored in chosen:
-            self._unqueue(scored)
+        for scored in self._queue.next_batch():
+            self._queue.take(scored)
             kept = self._prune(scored)
             if kept:
                 samples += kept
@@ -295,12 +274,6 @@ class TrainSink:
         self.barren.shipped()
         window, self.window = self.window, Window()
         return Batch(step, samples, cohort, window)
-
-    def _enough(self, chosen: Iterable[Scored]) -> bool:
-        if self.limits.batch_traces is not None:
-            return sum(1 for _ in chosen) >= self.limits.batch_traces
-        assert self.limits.batch_tokens is not None
-        return sum(scored.num_tokens for scored in chosen) >= self.limits.batch_tokens
 
     def _prune(self, scored: Scored) -> list[TrainSample]:
         """The samples that still train; the payloads of the others are released."""
@@ -326,8 +299,8 @@ class TrainSink:
                     self._outcomes.drop("shutdown")
         self._pending.clear()
         self.window = Window()
-        for scored in list(self._queue.values()):
-            self._unqueue(scored)
+        for scored in self._queue.all:
+            self._queue.take(scored)
             fate = self._fates[scored.arrived.episode.id]
             fate.open -= 1
             fate.reasons.append("shutdown")
@@ -354,13 +327,6 @@ class TrainSink:
         fate.open -= 1
         fate.reasons.append(reason)
 
-    def _unqueue(self, scored: Scored) -> None:
-        del self._queue[scored.trace.id]
-        group_id = scored.arrived.group.id
-        self._queued_of[group_id] -= 1
-        if not self._queued_of[group_id]:
-            del self._queued_of[group_id]
-
     def _end_and_settle(self, scored: Scored) -> None:
         episode_id = scored.arrived.episode.id
         fate = self._fates[episode_id]
@@ -379,7 +345,7 @@ class TrainSink:
             self._outcomes.drop(min(fate.reasons or ["untrainable"], key=_seriousness))
 
     def _settle_if_done(self, group_id: str) -> None:
-        if group_id not in self._queued_of and group_id not in self._pending:
+        if not self._queue.has_group(group_id) and group_id not in self._pending:
             self._on_settled(group_id)
 
 

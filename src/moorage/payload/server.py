@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import resource
 import select
 import signal
 import subprocess
@@ -25,6 +24,7 @@ from pathlib import Path
 from moorage.core.errors import PayloadError
 from moorage.core.log import get_logger, setup_logging
 from moorage.core.net import advertised_host, format_url
+from moorage.core.open_files import raise_file_limit
 from moorage.core.parent import watch_parent
 from moorage.payload.connections import Limits, PayloadListener, listen
 from moorage.payload.store import Store
@@ -152,7 +152,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"ERROR {TOKEN_VARIABLE} is not set", flush=True)
         return 2
     watch_parent(options.parent)
-    _raise_file_limit()
+    raise_file_limit()
     try:
         listener = listen(options.host, options.port)
     except OSError as error:
@@ -170,12 +170,6 @@ def main(argv: list[str] | None = None) -> int:
     service.close()
     store.close()
     return 0
-
-
-def _raise_file_limit() -> None:
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 if __name__ == "__main__":
