@@ -1,7 +1,7 @@
 """Starts episodes, as many as may run, and reports the end of each exactly once.
 
-A thin shell over `groups` (what is owed), `admission` (who may start) and `sources` (which task next): it
-asks them, calls the env servers, and puts an `Arrived` or `Cancelled` on `events`. Promises:
+A thin shell over `opener` (which task next), `groups` (what is owed) and `admission` (who may start): it asks
+them, calls the env servers, and puts an `Arrived` or `Cancelled` on `events`. Promises:
 
 - a group's task is sampled once; its episodes are dispatched one by one, each on one permit, or as one
   indivisible run when the environment scores groups;
@@ -20,10 +20,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import math
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +33,7 @@ from moorage.core.log import get_logger
 from moorage.core.metrics import Counters
 from moorage.env.client import RolloutCall
 from moorage.orchestrator.admission import Admission
-from moorage.orchestrator.environments import Cursors, Environment, Limits
+from moorage.orchestrator.environments import Environment, Limits
 from moorage.orchestrator.events import (
     INFRA_KINDS,
     Arrived,
@@ -49,9 +47,10 @@ from moorage.orchestrator.events import (
 )
 from moorage.orchestrator.groups import Cancellation, Group, Groups, Reason, Split, Work
 from moorage.orchestrator.holdings import Holdings
+from moorage.orchestrator.opener import Opener
 from moorage.orchestrator.outcomes import Outcomes
 from moorage.orchestrator.policy import Engines, Policy
-from moorage.orchestrator.sources import EvalPass, EvalSlots, TrainPicker, sampling_request
+from moorage.orchestrator.sources import TrainPicker, sampling_request
 
 log = get_logger(__name__)
 
@@ -83,30 +82,31 @@ class Dispatcher:
         None: there is no train work (stand-alone evaluation). `on_open(group id, source, task)`: of each
         train group."""
         self.environments: dict[Split, Mapping[str, Environment]] = {"train": train, "eval": evals}
-        self.picker = picker
         self.admission = admission
         self.groups = Groups(limits.retries)
         self.limits = limits
-        self.slots = EvalSlots()
-        self.cursors = Cursors()
+        self.opener = Opener(
+            self.environments,
+            self.groups,
+            policy,
+            limits,
+            picker=picker,
+            window=window,
+            make_id=make_id,
+            on_open=on_open,
+            on_failed=self._on_unsampled,
+        )
         self.events: asyncio.Queue[Event] = asyncio.Queue()
-        self._requeued: deque[tuple[str, dict[str, Any]]] = deque()
         self.counters = Counters(self._counter_names())
-        self.training = picker is not None
         self._policy = policy
         self._engines = engines
         self._holdings = holdings
         self._outcomes = outcomes
-        self._window = window
         self._gate = gate
-        self._make_id = make_id
-        self._on_open = on_open
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._owner = TaskOwner("dispatcher")
         self._wake = asyncio.Event()
-        self._sample_failures: dict[str, int] = {}
-        self._sample_after = 0.0
-        self.waits_for = "nothing"
+        self._waits_for = "nothing"
 
     # -- the loop
 
@@ -126,14 +126,10 @@ class Dispatcher:
         """Something that was waited for may have happened (gate, eval, cap)."""
         self._wake.set()
 
-    def requeue(self, tasks: Iterable[tuple[str, dict[str, Any]]]) -> None:
-        """Tasks (source, task) of an earlier attempt, served before anything is sampled."""
-        self._requeued.extend(tasks)
-
     @property
-    def requeued_tasks(self) -> tuple[tuple[str, dict[str, Any]], ...]:
-        """Those that are not served yet."""
-        return tuple(self._requeued)
+    def waits_for(self) -> str:
+        """What keeps it from starting more."""
+        return self.opener.asks or self._waits_for
 
     async def _fill(self) -> float:
         """Start what may start; returns the seconds until the next look."""
@@ -144,15 +140,15 @@ class Dispatcher:
                 return TICK_S
             wait_s = self.admission.wait_s(group.cost, now)
             if wait_s is None:
-                self.waits_for = "a permit: an episode that ends"
+                self._waits_for = "a permit: an episode that ends"
                 return TICK_S
             if wait_s > 0:
-                self.waits_for = "the rate limit"
+                self._waits_for = "the rate limit"
                 return wait_s
             if isinstance(group, _ToOpen):
-                opened = await self._open(group)
+                opened = await self.opener.open(group.split)
                 if opened is None:
-                    if time.monotonic() < self._sample_after:
+                    if self.opener.rests:
                         return self.limits.sample_retry_s
                     continue
                 group = opened
@@ -165,101 +161,33 @@ class Dispatcher:
 
     def _next_group(self) -> Group | _ToOpen | None:
         """The next dispatch: an open group that owes one, else a group to open; eval first."""
-        self.waits_for = "nothing to do"
+        self._waits_for = "nothing to do"
         waiting = self.groups.first_unscheduled("eval")
         if waiting is not None:
             return waiting
-        if len(self.slots):
-            return _ToOpen("eval", self._cost_to_open("eval"))
-        if not self.training:
+        if len(self.opener.slots):
+            return _ToOpen("eval", self.opener.cost("eval"))
+        if not self.opener.training:
             return None
         reason = self._closed()
         if reason is not None:
-            self.waits_for = reason
+            self._waits_for = reason
             return None
-        return self.groups.first_unscheduled("train") or _ToOpen("train", self._cost_to_open("train"))
+        return self.groups.first_unscheduled("train") or _ToOpen("train", self.opener.cost("train"))
 
     def _closed(self) -> str | None:
         if self.events.qsize() >= self.limits.max_events:
             return "the sinks: finished episodes are waiting to be scored"
         return self._gate()
 
-    def _cost_to_open(self, split: Split) -> int:
-        """Permits to ask for before a task is sampled: one, or a whole group when every source needs it."""
-        costs = [
-            each.source.group_size if each.scores_groups else 1 for each in self.environments[split].values()
-        ]
-        return max(costs, default=1)
+    # -- one run
 
-    # -- opening and starting
-
-    async def _open(self, wanted: _ToOpen) -> Group | None:
-        """Sample a task and open its group. None when the server could not say; the loop looks again."""
-        if wanted.split == "train" and self._requeued:
-            name, task = self._requeued.popleft()
-            return self._open_group(self.environments["train"][name], task, None)
-        if time.monotonic() < self._sample_after:
-            return None
-        chosen = self.slots.take() if wanted.split == "eval" else None
-        name = chosen.source.name if chosen else self._pick()
-        environment = self.environments[wanted.split][name]
-        stream = chosen.stream if chosen else environment.source.stream
-        limit = chosen.num_tasks if chosen else None
-        self.waits_for = f"{stream}: its env server to sample a task"
-        try:
-            sampled = await environment.client.sample(stream, limit)
-        except EnvServerError as error:
-            self._on_sample_failed(environment, chosen, error)
-            return None
-        self._sample_failures[name] = 0
-        if chosen is None:
-            if not self.training:
-                return None  # the last batch shipped while this task was sampled
-            self.cursors.advance(stream, sampled.epoch, sampled.position)
-        elif not chosen.missing(chosen.num_opened - 1):
-            return None  # measured already: only the stream had to move on
-        return self._open_group(environment, sampled.task, chosen)
-
-    def _pick(self) -> str:
-        assert self.picker is not None
-        return self.picker.pick()
-
-    def _open_group(self, environment: Environment, task: dict[str, Any], chosen: EvalPass | None) -> Group:
-        now = time.monotonic()
-        source = environment.source
-        group = Group(
-            id=chosen.group_id(chosen.num_opened - 1) if chosen else self._make_id(),
-            split=source.split,
-            source=source.name,
-            task=task,
-            step=chosen.version if chosen else self._window(),
-            version=self._policy.version,
-            size=chosen.missing(chosen.num_opened - 1) if chosen else source.group_size,
-            indivisible=environment.scores_groups,
-            opened_at=now,
-            deadline_at=math.inf if chosen else now + self.limits.group_deadline_s,
-        )
-        if group.split == "train":
-            self._on_open(group.id, group.source, task)
-        return self.groups.open(group)
-
-    def _on_sample_failed(self, environment: Environment, chosen: EvalPass | None, error: Exception) -> None:
-        """Report a group that could not begin as errored episodes; give up after too many in a row."""
-        name = environment.source.name
-        self._sample_failures[name] = failures = self._sample_failures.get(name, 0) + 1
-        self._sample_after = time.monotonic() + self.limits.sample_retry_s
-        log.warning("%s: no task (%d in a row): %s", name, failures, error)
-        if failures >= MAX_SAMPLE_FAILURES:
-            raise EnvServerError(
-                getattr(error, "kind", "unreachable"),
-                f"env server of `{name}` gave no task {failures} times in a row; last: {error}",
-            )
-        if chosen is None:
-            return  # nothing was started, and the stream stands where it stood
-        group = self._open_group(environment, {}, chosen)
+    def _on_unsampled(self, group: Group, reason: str) -> None:
+        """Report a group that could not begin as errored episodes."""
         while group.owed:
             work = self.groups.dispatch(group)
-            self._emit_failed(group, work, "SampleError", str(error), infra=True)
+            self.groups.finish(work)
+            self._emit_failed(group, work, "SampleError", reason, infra=True)
 
     def _start(self, group: Group, now: float) -> None:
         work = self.groups.dispatch(group)
@@ -267,8 +195,6 @@ class Dispatcher:
         if group.split == "train" and work.attempt == 0:
             self._outcomes.start(work.num_episodes)
         self._tasks[work.id] = self._owner.start(self._run(group, work), f"run {work.id}")
-
-    # -- one run
 
     async def _run(self, group: Group, work: Work) -> None:
         environment = self.environments[group.split][group.source]
@@ -305,7 +231,7 @@ class Dispatcher:
             self._on_retry(group, work)
             return
         if self._finish(work) is not None:
-            self._emit_failed(group, work, error.kind, str(error), infra=infra, finished=True)
+            self._emit_failed(group, work, error.kind, str(error), infra=infra)
 
     def _on_run_ended(self, group: Group, work: Work, episodes: list[WireEpisode], duration_s: float) -> None:
         arrived = []
@@ -336,11 +262,7 @@ class Dispatcher:
             self.admission.release(group.split, work.num_episodes, natural=True)
         return group
 
-    def _emit_failed(
-        self, group: Group, work: Work, kind: str, message: str, *, infra: bool, finished: bool = False
-    ) -> None:
-        if not finished:
-            self.groups.finish(work)
+    def _emit_failed(self, group: Group, work: Work, kind: str, message: str, *, infra: bool) -> None:
         for _ in range(work.num_episodes):
             episode = failed_episode(group.task, group.source, kind, message)
             self._emit(Arrived(group, episode, infra=infra))
@@ -363,8 +285,7 @@ class Dispatcher:
 
     async def cancel_train(self) -> int:
         """End all train work: the last batch has shipped. Eval goes on."""
-        self.training = False
-        self._requeued.clear()
+        self.opener.end_training()
         return await self._drop([group.id for group in self.groups if group.split == "train"], "shutdown")
 
     def _drop_expired(self) -> None:
@@ -396,7 +317,7 @@ class Dispatcher:
     @property
     def is_idle(self) -> bool:
         """Nothing runs, nothing waits to be consumed, no eval is to be started."""
-        return not len(self.groups) and self.events.empty() and not len(self.slots)
+        return not len(self.groups) and self.events.empty() and not len(self.opener.slots)
 
     async def close(self) -> None:
         """Cancel every run and wait for the answers. Puts no event."""
@@ -420,9 +341,9 @@ class Dispatcher:
         values: dict[str, float] = {
             "dispatcher/inflight/train": self.groups.in_flight("train"),
             "dispatcher/inflight/eval": self.groups.in_flight("eval"),
-            "dispatcher/queued/eval": len(self.slots),
+            "dispatcher/queued/eval": len(self.opener.slots),
             "dispatcher/queued/events": self.events.qsize(),
-            "dispatcher/mode": float(bool(len(self.slots) or self.groups.first_unscheduled("eval"))),
+            "dispatcher/mode": float(bool(len(self.opener.slots) or self.groups.first_unscheduled("eval"))),
             "dispatcher/off_policy/max": max(lags, default=0),
             "dispatcher/off_policy/mean": sum(lags) / len(lags) if lags else 0.0,
             "concurrency/max_inflight": self.admission.cap,

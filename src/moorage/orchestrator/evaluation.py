@@ -211,7 +211,7 @@ class Evaluation:
         """Until every pass is whole, or `stop`. Writes results.json and prints the table when whole."""
         earlier = read_earlier(self.run_dir, self.config.version, self._whole_sizes())
         passes = [self._begin(each.source, earlier) for each in self.environments.values()]
-        self.dispatcher.slots.add(passes)
+        self.dispatcher.opener.slots.add(passes)
         self._owner.start(self.holdings.run(), "releases", forever=True)
         self._owner.start(self.episodes.run(), "episodes", forever=True)
         self._owner.start(self.dispatcher.run(), "dispatch", forever=True)

@@ -61,7 +61,7 @@ class Measuring:
     def _begin(self, dispatcher: Dispatcher, passes: Sequence[EvalPass]) -> None:
         for each in passes:
             self.sink.begin(each)
-        dispatcher.slots.add(passes)
+        dispatcher.opener.slots.add(passes)
         if passes:
             dispatcher.poke()
 

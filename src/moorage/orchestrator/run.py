@@ -183,8 +183,8 @@ class Orchestrator:
             on_open=self.unfinished.open,
         )
         if state is not None:
-            dispatcher.cursors.streams.update(state.streams)
-            dispatcher.requeue((each.source, each.task) for each in state.open_tasks)
+            dispatcher.opener.cursors.streams.update(state.streams)
+            dispatcher.opener.requeue((each.source, each.task) for each in state.open_tasks)
         return dispatcher
 
     def _make_schedule(self, state: State | None) -> EvalSchedule:
@@ -375,9 +375,9 @@ class Orchestrator:
             progress=self.progress,
             counts=self.outcomes.snapshot(),
             sources=tuple(self.parts.train),
-            num_picked=self.dispatcher.picker.num_picked if self.dispatcher.picker else 0,
-            streams=dict(self.dispatcher.cursors.streams),
-            open_tasks=tuple(OpenTask(*each) for each in self.dispatcher.requeued_tasks)
+            num_picked=self.dispatcher.opener.num_picked,
+            streams=dict(self.dispatcher.opener.cursors.streams),
+            open_tasks=tuple(OpenTask(*each) for each in self.dispatcher.opener.requeued_tasks)
             + self.unfinished.tasks,
             open_passes=self.measuring.open_passes,
             algorithms={name: each.algorithm.state() for name, each in self.sink.settings.items()},
