@@ -14,7 +14,8 @@ from moorage.monitor.fanout import Fanout
 from moorage.monitor.files import FileMonitor, read_metrics
 from moorage.orchestrator.environments import Environment
 from moorage.orchestrator.holdings import Holdings
-from moorage.orchestrator.run import Orchestrator, Parts
+from moorage.orchestrator.parts import Parts
+from moorage.orchestrator.run import Orchestrator
 from moorage.orchestrator.sources import resolve_eval, resolve_train
 from tests.unit.orchestrator.scripted import (
     ScriptedEngines,

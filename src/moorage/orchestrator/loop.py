@@ -44,9 +44,10 @@ from moorage.exchange.batches import newest_batch, read_checkpoint_state, read_o
 from moorage.monitor.setup import make_monitor
 from moorage.orchestrator.connect import Identity, check_eval_size, connect_source
 from moorage.orchestrator.holdings import Holdings
+from moorage.orchestrator.parts import Parts
 from moorage.orchestrator.policy import Policy, PolicyWatcher
 from moorage.orchestrator.progress import State, decode_state
-from moorage.orchestrator.run import Orchestrator, Parts
+from moorage.orchestrator.run import Orchestrator
 from moorage.orchestrator.sources import resolve_eval, resolve_train
 from moorage.payload.client import PayloadClient
 

@@ -9,9 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-import uuid
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, cast
 
 from verifiers.v1 import WireEpisode
@@ -23,19 +20,15 @@ from moorage.core.errors import EnvServerError
 from moorage.core.log import get_logger
 from moorage.core.rundir import PeerWatch, RunDir
 from moorage.env.provenance import stamp
-from moorage.monitor.fanout import Fanout
-from moorage.orchestrator.admission import Admission
-from moorage.orchestrator.algorithms.registry import resolve_algorithm
-from moorage.orchestrator.dispatcher import Dispatcher
-from moorage.orchestrator.environments import Environment, Limits, read_ledgers, release_abandoned
+from moorage.orchestrator.environments import Environment, read_ledgers, release_abandoned
 from moorage.orchestrator.episodes import EpisodeLog
 from moorage.orchestrator.events import Arrived, Event, episodes_of
-from moorage.orchestrator.holdings import Holdings
 from moorage.orchestrator.lag import LoopLag
 from moorage.orchestrator.measuring import Measuring
 from moorage.orchestrator.outcomes import Outcomes
+from moorage.orchestrator.parts import Parts, make_dispatcher, make_schedule, make_sink
 from moorage.orchestrator.payloads import span_of
-from moorage.orchestrator.policy import Engines, Policy, PolicyWatcher
+from moorage.orchestrator.policy import Policy, PolicyWatcher
 from moorage.orchestrator.progress import (
     STATE_VERSION,
     OpenTask,
@@ -46,30 +39,13 @@ from moorage.orchestrator.progress import (
 )
 from moorage.orchestrator.reporter import Reporter, Watched
 from moorage.orchestrator.ship import Shipper, clean_up, load_cost
-from moorage.orchestrator.sink_records import Batch, SinkLimits, TrainSettings
-from moorage.orchestrator.sources import EvalSchedule, TrainPicker
+from moorage.orchestrator.sink_records import Batch
 from moorage.orchestrator.stall import StallReporter
 from moorage.orchestrator.step_metrics import advance, window_sizes
-from moorage.orchestrator.train_sink import TrainSink
 
 log = get_logger(__name__)
 
 PING_S = 1.0
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What an attempt needs from outside, connected and ready."""
-
-    train: Mapping[str, Environment]
-    evals: Mapping[str, Environment]
-    eval_sizes: Mapping[str, int]
-    engines: Engines
-    holdings: Holdings
-    monitor: Fanout
-    state: State | None = None
-    live_version: int = 0
-    make_id: Callable[[], str] = lambda: uuid.uuid4().hex
 
 
 class Orchestrator:
@@ -87,8 +63,16 @@ class Orchestrator:
         self.unfinished = Unfinished()
         self.policy = Policy(config.model.name, parts.live_version)
         self.trainer_watch = PeerWatch(self.run_dir, "trainer")
-        self.sink = self._make_sink(state)
-        self.dispatcher = self._make_dispatcher(state)
+        self.sink = make_sink(config, parts, self.outcomes, on_settled=self.unfinished.settle)
+        self.dispatcher = make_dispatcher(
+            config,
+            parts,
+            self.policy,
+            self.outcomes,
+            window=lambda: self.progress.step,
+            gate=self._gate,
+            on_open=self.unfinished.open,
+        )
         self.watcher = PolicyWatcher(
             self.run_dir,
             self.policy,
@@ -115,7 +99,7 @@ class Orchestrator:
         self.measuring = Measuring(
             parts.evals,
             parts.eval_sizes,
-            self._make_schedule(state),
+            make_schedule(config, parts),
             parts.holdings,
             parts.monitor,
             self._owner,
@@ -134,68 +118,6 @@ class Orchestrator:
             watched, list(parts.train), wandb=config.monitor.wandb, seed=config.facts.seed
         )
         self._cleaning: asyncio.Task[None] | None = None
-
-    # -- making
-
-    def _make_sink(self, state: State | None) -> TrainSink:
-        settings = {}
-        for name, environment in self.parts.train.items():
-            algorithm = resolve_algorithm(environment.source.algorithm)
-            if state is not None and name in state.algorithms:
-                algorithm.restore(state.algorithms[name])
-            source = environment.source
-            settings[name] = TrainSettings(algorithm, source.sampling.temperature, source.group_size)
-        limits = SinkLimits(
-            seq_len=self.config.facts.seq_len,
-            max_off_policy=self.settings.max_off_policy_steps,
-            batch_traces=self.settings.traces_per_batch,
-            batch_tokens=self.settings.token_batch_size,
-            drop=self.settings.drop,
-            require_routing=self.config.require_routing,
-        )
-        return TrainSink(
-            settings, limits, self.parts.holdings, self.outcomes, on_settled=self.unfinished.settle
-        )
-
-    def _make_dispatcher(self, state: State | None) -> Dispatcher:
-        sources = [environment.source for environment in self.parts.train.values()]
-        dispatcher = Dispatcher(
-            self.parts.train,
-            self.parts.evals,
-            picker=TrainPicker(sources, self.config.facts.seed, state.num_picked if state else 0),
-            admission=Admission(
-                self.settings.max_inflight,
-                episodes_per_minute=self.settings.tasks_per_minute,
-                max_burst=self.settings.max_burst,
-            ),
-            limits=Limits(
-                retries=self.settings.retries,
-                group_deadline_s=self.settings.group_deadline_s,
-                max_events=self.settings.max_inflight,
-            ),
-            policy=self.policy,
-            engines=self.parts.engines,
-            holdings=self.parts.holdings,
-            outcomes=self.outcomes,
-            window=lambda: self.progress.step,
-            gate=self._gate,
-            make_id=self.parts.make_id,
-            on_open=self.unfinished.open,
-        )
-        if state is not None:
-            dispatcher.opener.cursors.streams.update(state.streams)
-            dispatcher.opener.requeue((each.source, each.task) for each in state.open_tasks)
-        return dispatcher
-
-    def _make_schedule(self, state: State | None) -> EvalSchedule:
-        return EvalSchedule(
-            [environment.source for environment in self.parts.evals.values()],
-            first_version=self.parts.live_version,
-            last_version=self.config.facts.max_steps,
-            skip_first=self.settings.eval.skip_first_step,
-            resumed=state is not None,
-            retrigger_on_resume=self.settings.eval.retrigger_on_resume,
-        )
 
     # -- the run
 
