@@ -21,8 +21,8 @@ from moorage.config.model import is_mixture_of_experts
 from moorage.config.run import ProcessFacts, RunConfig
 from moorage.core.errors import ConfigError
 from moorage.core.rundir import RunDir, write_bytes_atomic, write_json_atomic
+from moorage.core.secret import TOKEN_VARIABLE
 from moorage.launcher import checks, resume
-from moorage.launcher.children import TOKEN_VARIABLE
 from moorage.launcher.local import Outcome, run_plan
 from moorage.launcher.plan import Plan, make_plan
 from moorage.launcher.progress import Progress, make_display

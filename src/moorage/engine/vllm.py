@@ -39,6 +39,7 @@ from moorage.core.log import get_logger, setup_logging
 from moorage.core.net import advertised_host, find_free_port, format_url
 from moorage.core.parent import watch_parent
 from moorage.core.rundir import Heartbeat, RunDir
+from moorage.core.secret import TOKEN_VARIABLE
 from moorage.engine.launch import LaunchLine, make_launch_line
 
 log = get_logger(__name__)
@@ -204,7 +205,7 @@ def _heartbeat(config: InferenceProcessConfig) -> contextlib.AbstractContextMana
 
 def _child_environment(line: LaunchLine) -> dict[str, str]:
     """Ours, without what belongs to our own Python and without the run's secret."""
-    ours = {"MOORAGE_TOKEN", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
+    ours = {TOKEN_VARIABLE, "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
     inherited = {key: value for key, value in os.environ.items() if key not in ours}
     return {**line.defaults, **inherited, **line.env}
 

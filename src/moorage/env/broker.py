@@ -30,6 +30,7 @@ from moorage.core.aio import TaskOwner
 from moorage.core.errors import ConfigError, EnvServerError
 from moorage.core.log import get_logger
 from moorage.core.net import advertised_host, node_name
+from moorage.core.secret import TOKEN_VARIABLE
 from moorage.env import protocol as wire
 from moorage.env.answers import Answers
 from moorage.env.delivery import State
@@ -209,7 +210,9 @@ class Broker:
     def _handle(self, identity: bytes, frame_id: bytes, method: bytes, body: bytes) -> None:
         request = self._decode(method, body)
         if not wire.is_token(request.token, self.token):
-            raise EnvServerError("refused", "wrong token: it is not the secret of this run (MOORAGE_TOKEN)")
+            raise EnvServerError(
+                "refused", f"wrong token: it is not the secret of this run ({TOKEN_VARIABLE})"
+            )
         holder = holder_of(request)
         if isinstance(request, wire.Bye):
             self.leases.check_bye(holder)

@@ -25,6 +25,7 @@ from moorage.config.env import EnvServerConfig
 from moorage.core.errors import EnvServerError
 from moorage.core.log import get_logger
 from moorage.core.net import node_name
+from moorage.core.secret import TOKEN_VARIABLE
 from moorage.env.broker import Broker
 from moorage.env.client import EnvClient, RolloutCall
 from moorage.env.environment import load_environment
@@ -50,7 +51,7 @@ def run(config: EnvServerConfig, endpoint: str, model: str = "policy", console: 
 @contextlib.contextmanager
 def _scratch(config: EnvServerConfig) -> Iterator[EnvServerConfig]:
     """The same server with one worker, and with a run folder and a spool that go afterwards."""
-    token = os.environ.setdefault("MOORAGE_TOKEN", secrets.token_hex(32))
+    token = os.environ.setdefault(TOKEN_VARIABLE, secrets.token_hex(32))
     with tempfile.TemporaryDirectory(prefix="moorage-check-") as folder:
         yield config.model_copy(
             update={
@@ -63,12 +64,12 @@ def _scratch(config: EnvServerConfig) -> Iterator[EnvServerConfig]:
                 "payload_port": 0,
             }
         )
-    if os.environ.get("MOORAGE_TOKEN") == token:
-        del os.environ["MOORAGE_TOKEN"]
+    if os.environ.get(TOKEN_VARIABLE) == token:
+        del os.environ[TOKEN_VARIABLE]
 
 
 async def _check(config: EnvServerConfig, endpoint: str, model: str, console: Console) -> int:
-    token = os.environ["MOORAGE_TOKEN"]
+    token = os.environ[TOKEN_VARIABLE]
     environment = load_environment(config)
     broker = Broker(config, token, environment)
     await broker.start()

@@ -21,6 +21,7 @@ from moorage.core.net import node_name
 from moorage.core.open_files import raise_file_limit
 from moorage.core.parent import watch_parent
 from moorage.core.rundir import Heartbeat, RunDir, write_json_atomic
+from moorage.core.secret import TOKEN_VARIABLE
 from moorage.env.broker import Broker
 from moorage.env.environment import Environment, load_environment
 from moorage.env.nursery import Nursery
@@ -35,11 +36,11 @@ def main(config: EnvServerConfig) -> int:
     """`moorage env-server`: returns the exit code."""
     setup_logging(f"envs/{config.split}/{config.source.name}.{node_name()}")
     watch_parent()
-    token = os.environ.get("MOORAGE_TOKEN")
+    token = os.environ.get(TOKEN_VARIABLE)
     if not token:
         token = secrets.token_hex(32)
-        os.environ["MOORAGE_TOKEN"] = token
-        print(f"MOORAGE_TOKEN={token}  (give it to whoever uses this env server)", flush=True)
+        os.environ[TOKEN_VARIABLE] = token
+        print(f"{TOKEN_VARIABLE}={token}  (give it to whoever uses this env server)", flush=True)
     make_room(config.source.max_concurrent)
     nursery = Nursery(config.model_path, config.renderer)
     nursery.start()  # it loads the environment library while this process does

@@ -23,9 +23,9 @@ from pathlib import Path
 import psutil
 
 from moorage.core.parent import PARENT_VARIABLE
+from moorage.core.secret import TOKEN_VARIABLE
 from moorage.launcher.plan import ProcessRecord
 
-TOKEN_VARIABLE = "MOORAGE_TOKEN"
 DEFAULTS = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
 TAIL_BYTES = 16_384
 _LOG_HEAD = re.compile(r"^\d\d:\d\d:\d\d [A-Z] \S+ \S+: ")

@@ -39,6 +39,7 @@ from moorage.core.errors import ConfigError, MoorageError
 from moorage.core.log import get_logger, setup_logging
 from moorage.core.parent import watch_parent
 from moorage.core.rundir import Heartbeat, PeerWatch, RunDir
+from moorage.core.secret import TOKEN_VARIABLE
 from moorage.engine.fleet import Fleet
 from moorage.exchange.batches import newest_batch, read_checkpoint_state, read_owned_slices, read_state
 from moorage.monitor.setup import make_monitor
@@ -55,7 +56,6 @@ log = get_logger(__name__)
 
 ENGINE_TIMEOUT_S = 600.0
 EXIT_STOPPED = 128 + signal.SIGTERM
-TOKEN_VARIABLE = "MOORAGE_TOKEN"
 
 
 def main(config: OrchestratorProcessConfig) -> int:

@@ -26,12 +26,12 @@ from moorage.core.log import get_logger, setup_logging
 from moorage.core.net import advertised_host, format_url
 from moorage.core.open_files import raise_file_limit
 from moorage.core.parent import watch_parent
+from moorage.core.secret import TOKEN_VARIABLE
 from moorage.payload.connections import Limits, PayloadListener, listen
 from moorage.payload.store import Store
 
 log = get_logger(__name__)
 
-TOKEN_VARIABLE = "MOORAGE_TOKEN"
 _START_TIMEOUT_S = 30.0
 _STOP_TIMEOUT_S = 5.0
 

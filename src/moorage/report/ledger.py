@@ -17,13 +17,13 @@ import msgspec
 
 from moorage.core.errors import ConfigError, PayloadError
 from moorage.core.rundir import RunDir, read_json
+from moorage.core.secret import TOKEN_VARIABLE
 from moorage.payload.client import PayloadClient
 from moorage.payload.journal import JOURNAL_NAME
 from moorage.payload.spool import Spool, attempt_keys
 from moorage.payload.store import Held
 from moorage.records.payload import HOLDERS, Ledger
 
-TOKEN_VARIABLE = "MOORAGE_TOKEN"
 _ANSWER_S = 5.0
 
 

@@ -20,6 +20,7 @@ from moorage.config.run import TrainerProcessConfig
 from moorage.core.errors import ConfigError
 from moorage.core.log import get_logger
 from moorage.core.rundir import PeerWatch, RunDir
+from moorage.core.secret import TOKEN_VARIABLE
 from moorage.exchange.weights import publish_weights
 from moorage.monitor.setup import make_monitor
 from moorage.payload.client import PayloadClient
@@ -59,7 +60,7 @@ class Session:
         settings = FeedSettings(
             fetch_timeout_s=trainer.fetch_timeout_s,
             prefetch_budget_bytes=trainer.prefetch_budget_mib << 20,
-            replay=self.model.replay is not None,
+            routing=None if self.model.replay is None else self.model.replay.shape,
         )
         self.feed = BatchFeed(run, self.world, self.client, settings, stop)
         self.retention = Retention(run, config.payload.retain, config.checkpoint, self.feed)
@@ -160,10 +161,10 @@ class Session:
 
 def make_client(config: TrainerProcessConfig) -> PayloadClient:
     """The payload client of this rank. Raises ConfigError without the attempt's secret."""
-    token = os.environ.get("MOORAGE_TOKEN")
+    token = os.environ.get(TOKEN_VARIABLE)
     if not token:
         raise ConfigError(
-            "MOORAGE_TOKEN is not set: payload stores refuse a trainer without the attempt's secret"
+            f"{TOKEN_VARIABLE} is not set: payload stores refuse a trainer without the attempt's secret"
         )
     return PayloadClient(
         token, connections=config.trainer.fetch_connections, run_dir=Path(config.facts.run_dir)
