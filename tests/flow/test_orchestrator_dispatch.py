@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 
 import pytest
@@ -38,14 +39,14 @@ def read_lines(root: Path, split: str = "train", subset: str = "all") -> list[Wi
     return [episode for folder in folders for episode in read_episodes(folder, WireTrace)]
 
 
-def run_steps(root: Path, behave, steps: int = 2, **settings):
+def run_steps(root: Path, behave, steps: int = 2, step_s: float = 0.0, **settings):
     """A run with a scripted trainer; `behave(store)` makes the environment's behaviour."""
 
     async def scenario():
         store = ScriptedStore()
         env = ScriptedEnv(store, behave(store))
         orchestrator = make_orchestrator(make_process_config(root, steps, **settings), env)
-        trainer = ScriptedTrainer(orchestrator.run_dir, store, first=1, last=steps)
+        trainer = ScriptedTrainer(orchestrator.run_dir, store, first=1, last=steps, step_s=step_s)
         assert await run_with_trainer(orchestrator, trainer, 60)
         store.assert_clean()
         assert_accounts(orchestrator)
@@ -199,6 +200,30 @@ def test_stale_groups_are_cancelled_before_the_pause_and_late_episodes_freed(tmp
     assert cancelled
     assert all(not each.traces and not each.ok for each in cancelled)
     assert all(not name.startswith("train/script/all/agent/cancelled") for row in rows for name in row)
+
+
+def test_a_group_is_dropped_at_its_deadline_however_busy_the_dispatcher_is(tmp_path):
+    """Something happens all the time, so the dispatcher never waits to the end of its half second."""
+    hung_s = []
+
+    def behave(store):
+        fine = reply_after(store, lambda rng: 0.001)
+
+        async def the_second_hangs(call, nth):
+            if nth == 2:
+                begun = time.monotonic()
+                try:
+                    await asyncio.sleep(60)
+                finally:
+                    hung_s.append(time.monotonic() - begun)
+            return await fine(call, nth)
+
+        return the_second_hangs
+
+    begun = time.monotonic()
+    run_steps(tmp_path, behave, steps=50, step_s=0.08, group_deadline_s=0.5)
+    assert time.monotonic() - begun > 4
+    assert 0.4 < hung_s[0] < 2.5
 
 
 def test_a_group_past_its_deadline_is_scored_with_what_has_arrived(tmp_path):

@@ -5,8 +5,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
+from collections.abc import Callable
+
+import pytest
 
 from moorage.monitor.files import read_metrics
+from tests.flow.test_orchestrator_dispatch import read_lines
 from tests.flow.test_orchestrator_run import (
     assert_accounts,
     make_orchestrator,
@@ -23,15 +27,18 @@ def measure(
     eval_s: float,
     train_s: float = 0.01,
     group_deadline_s: float = 1800.0,
+    prepare: Callable[[ScriptedEnv], None] = lambda evals: None,
     **settings,
 ):
     async def scenario():
         store = ScriptedStore()
         env = ScriptedEnv(store, reply_after(store, lambda rng: train_s))
         evals = ScriptedEnv(store, reply_after(store, lambda rng: eval_s, seed=1))
+        prepare(evals)
         block = {"sources": [{"name": "m", "env": {"taskset": {"id": "x"}}, **source}], **settings}
         config = make_process_config(root, steps, eval=block, group_deadline_s=group_deadline_s)
         orchestrator = make_orchestrator(config, env, {"m": evals})
+        orchestrator.dispatcher.limits.sample_retry_s = 0.01
         trainer = ScriptedTrainer(orchestrator.run_dir, store, first=1, last=steps, step_s=0.02)
         assert await run_with_trainer(orchestrator, trainer)
         store.assert_clean()
@@ -71,3 +78,33 @@ def test_the_group_deadline_drops_no_eval_group(tmp_path):
     (row,) = rows
     assert (row["eval/m/policy_version"], row["eval/m/num_episodes"]) == (2, 8)
     assert row["eval/m/num_cancelled"] == 0
+
+
+@pytest.mark.parametrize("fault", ["no answer", "lost answers"])
+def test_each_position_has_its_task_though_sampling_fails_now_and_then(tmp_path, fault):
+    def prepare(evals: ScriptedEnv) -> None:
+        if fault == "no answer":
+            evals.sample_errors = 1
+        else:  # the stream has moved on all the same
+            evals.loses_sample = lambda nth: nth in (3, 5, 9)
+
+    source = {"num_tasks": 6, "interval": 100, "group_size": 2}
+    _, rows = measure(tmp_path, 1, source, eval_s=0.01, prepare=prepare)
+    assert [(row["eval/m/num_episodes"], row["eval/m/num_errored"]) for row in rows] == [(12, 0), (12, 0)]
+    places = defaultdict(list)
+    for line in read_lines(tmp_path, "eval"):
+        places[line.group.id].append(line.task.data.idx)
+    assert places == {f"eval/m@{version}/{at}": [at, at] for version in (0, 1) for at in range(6)}
+
+
+def test_a_position_whose_task_cannot_be_had_is_errored_and_the_others_have_theirs(tmp_path):
+    def prepare(evals: ScriptedEnv) -> None:
+        evals.sample_errors = 2  # `retries` is 1
+
+    source = {"num_tasks": 4, "interval": 100, "group_size": 2}
+    _, rows = measure(tmp_path, 1, source, eval_s=0.01, prepare=prepare, skip_first_step=True)
+    assert [(row["eval/m/num_episodes"], row["eval/m/num_errored"]) for row in rows] == [(8, 2)]
+    places = defaultdict(list)
+    for line in read_lines(tmp_path, "eval"):
+        places[line.group.id].append(line.task.data.idx if line.traces else None)
+    assert places == {"eval/m@1/0": [None, None]} | {f"eval/m@1/{at}": [at, at] for at in (1, 2, 3)}

@@ -19,6 +19,7 @@ them, calls the env servers, and puts an `Arrived` or `Cancelled` on `events`. P
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -55,7 +56,6 @@ from moorage.orchestrator.sources import TrainPicker, sampling_request
 log = get_logger(__name__)
 
 TICK_S = 0.5
-MAX_SAMPLE_FAILURES = 10
 
 
 class Dispatcher:
@@ -107,6 +107,7 @@ class Dispatcher:
         self._owner = TaskOwner("dispatcher")
         self._wake = asyncio.Event()
         self._waits_for = "nothing"
+        self._expire_at = 0.0
 
     # -- the loop
 
@@ -116,11 +117,9 @@ class Dispatcher:
             self._owner.check()
             self._wake.clear()
             wait_s = await self._fill()
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(wait_s, TICK_S)):
                     await self._wake.wait()
-            except TimeoutError:
-                self._drop_expired()
 
     def poke(self) -> None:
         """Something that was waited for may have happened (gate, eval, cap)."""
@@ -135,6 +134,7 @@ class Dispatcher:
         """Start what may start; returns the seconds until the next look."""
         for count in itertools.count(1):
             now = time.monotonic()
+            self._drop_expired(now)
             group = self._next_group()
             if group is None:
                 return TICK_S
@@ -288,8 +288,12 @@ class Dispatcher:
         self.opener.end_training()
         return await self._drop([group.id for group in self.groups if group.split == "train"], "shutdown")
 
-    def _drop_expired(self) -> None:
-        expired = self.groups.expired(time.monotonic())
+    def _drop_expired(self, now: float) -> None:
+        """However busy the loop is; looked for every half second."""
+        if now < self._expire_at:
+            return
+        self._expire_at = now + TICK_S
+        expired = self.groups.expired(now)
         tasks = [task for group_id in expired for task in self._forget(group_id, "deadline")]
         if tasks:
             self._owner.start(_cancel_all(tasks), "cancel expired")

@@ -30,6 +30,7 @@ from moorage.core.errors import ConfigError, EnvServerError
 from moorage.core.log import get_logger, setup_logging
 from moorage.core.parent import watch_parent
 from moorage.core.rundir import Heartbeat, PeerWatch, RunDir, read_json, write_json_atomic
+from moorage.core.secret import TOKEN_VARIABLE
 from moorage.engine.fleet import Fleet
 from moorage.env.provenance import stamp
 from moorage.orchestrator.admission import Admission
@@ -45,13 +46,11 @@ from moorage.orchestrator.holdings import Holdings
 from moorage.orchestrator.outcomes import Outcomes
 from moorage.orchestrator.policy import Policy
 from moorage.orchestrator.results import Earlier, read_earlier, render_results
-from moorage.orchestrator.sources import EvalPass, Source, resolve_eval
+from moorage.orchestrator.sources import EvalPass, Source, eval_stream, group_id, resolve_eval
 from moorage.payload.client import PayloadClient
 from moorage.records.payload import Ledger
 
 log = get_logger(__name__)
-
-TOKEN_VARIABLE = "MOORAGE_TOKEN"
 
 
 def main(config: EvaluationConfig) -> int:
@@ -245,9 +244,9 @@ class Evaluation:
 
     def _begin(self, source: Source, earlier: Earlier) -> EvalPass:
         counts = earlier.counts(source.name)
-        pass_ = EvalPass(source, self.config.version, self.sizes[source.name])
-        done = {at: counts.get(pass_.group_id(at), 0) for at in range(pass_.num_tasks)}
-        pass_.done = {at: count for at, count in done.items() if count}
+        stream, num_tasks = eval_stream(source.name, self.config.version), self.sizes[source.name]
+        done = {at: counts.get(group_id(stream, at), 0) for at in range(num_tasks)}
+        pass_ = EvalPass(source, self.config.version, num_tasks, {at: n for at, n in done.items() if n})
         kept = [facts for facts in earlier.episodes if facts.env == source.name]
         self.num_done += len(kept)
         if kept:

@@ -54,7 +54,6 @@ from moorage.payload.client import PayloadClient
 
 log = get_logger(__name__)
 
-ENGINE_TIMEOUT_S = 600.0
 EXIT_STOPPED = 128 + signal.SIGTERM
 
 
@@ -157,7 +156,7 @@ async def _set_up(
     for stream, (epoch, position) in (state.streams if state else {}).items():
         environment = environments["train", stream.split("/", 1)[1]][0]
         await environment.client.restore(stream, epoch, position)
-    await fleet.wait_ready(ENGINE_TIMEOUT_S)
+    await fleet.wait_ready(config.ready_timeout_s)
     version = facts.start_step - 1
     if version == 0:
         await fleet.label(0)  # the engines were started from the model that version 0 is

@@ -5,7 +5,8 @@ from the source's env server. Promises:
 
 - a stream's cursor is remembered with the group that its task opened, so a resume neither skips nor repeats;
 - a train task that cannot be sampled costs nothing: nothing was started, and its stream has not moved;
-- an eval slot that cannot be sampled is reported (`on_failed`), so that its pass is measured whole;
+- each group of an eval pass has the task of its position, also after failures; a position whose task cannot
+  be had is tried again, at most `retries` times, then reported (`on_failed`): its pass is measured whole;
 - a server that gives no task `MAX_FAILURES` times in a row is an error.
 
 Does not know permits, or who runs the episodes.
@@ -13,15 +14,16 @@ Does not know permits, or who runs the episodes.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from moorage.core.errors import EnvServerError
 from moorage.core.log import get_logger
-from moorage.orchestrator.environments import Cursors, Environment, Limits
+from moorage.orchestrator.environments import Cursors, EnvClients, Environment, Limits
 from moorage.orchestrator.groups import Group, Groups, Split
 from moorage.orchestrator.policy import Policy
 from moorage.orchestrator.sources import EvalPass, EvalSlots, TrainPicker
@@ -98,58 +100,93 @@ class Opener:
 
     async def open(self, split: Split) -> Group | None:
         """Sample a task and open its group. None when there is none to open now; the caller looks again."""
-        if split == "train" and self._requeued:
+        if split == "eval":
+            chosen = self.slots.next()
+            return None if chosen is None or self.rests else await self._open_eval(chosen)
+        if self._requeued:
             name, task = self._requeued.popleft()
-            return self._open(self._environments["train"][name], task, None)
-        if self.rests:
+            return self._open_train(self._environments["train"][name], task)
+        return None if self.rests else await self._sample_train()
+
+    async def _sample_train(self) -> Group | None:
+        assert self.picker is not None
+        environment = self._environments["train"][self.picker.pick()]
+        stream = environment.source.stream
+        try:
+            with self._asking(stream):
+                sampled = await environment.client.sample(stream)
+        except EnvServerError as error:
+            self._note_failure(environment, error)
             return None
-        chosen = self.slots.take() if split == "eval" else None
-        name = chosen.source.name if chosen else self._pick()
-        environment = self._environments[split][name]
-        stream = chosen.stream if chosen else environment.source.stream
+        self._failures.pop(environment.source.name, None)
+        if not self.training:
+            return None  # the last batch shipped while this task was sampled
+        self.cursors.advance(stream, sampled.epoch, sampled.position)
+        return self._open_train(environment, sampled.task)
+
+    async def _open_eval(self, chosen: EvalPass) -> Group | None:
+        environment = self._environments["eval"][chosen.source.name]
+        try:
+            with self._asking(chosen.stream):
+                task = await sample_at(environment.client, chosen)
+        except EnvServerError as error:
+            chosen.failures += 1
+            self._note_failure(environment, error)
+            if chosen.failures <= self._limits.retries:
+                return None
+            group = self._open_next(environment, {}, chosen)
+            self._on_failed(group, str(error))
+            return None
+        self._failures.pop(environment.source.name, None)
+        return self._open_next(environment, task, chosen)
+
+    @contextlib.contextmanager
+    def _asking(self, stream: str) -> Iterator[None]:
         self.asks = f"{stream}: its env server to sample a task"
         try:
-            sampled = await environment.client.sample(stream, chosen.num_tasks if chosen else None)
-        except EnvServerError as error:
-            self._on_sample_failed(environment, chosen, error)
-            return None
+            yield
         finally:
             self.asks = ""
-        self._failures[name] = 0
-        if chosen is None:
-            if not self.training:
-                return None  # the last batch shipped while this task was sampled
-            self.cursors.advance(stream, sampled.epoch, sampled.position)
-        elif not chosen.missing(chosen.num_opened - 1):
-            return None  # measured already: only the stream had to move on
-        return self._open(environment, sampled.task, chosen)
 
-    def _pick(self) -> str:
-        assert self.picker is not None
-        return self.picker.pick()
+    def _open_train(self, environment: Environment, task: dict[str, Any]) -> Group:
+        deadline_at = time.monotonic() + self._limits.group_deadline_s
+        size = environment.source.group_size
+        group = self._open(environment, self._make_id(), task, self._window(), size, deadline_at)
+        self._on_open(group.id, group.source, task)
+        return group
 
-    def _open(self, environment: Environment, task: dict[str, Any], chosen: EvalPass | None) -> Group:
-        now = time.monotonic()
+    def _open_next(self, environment: Environment, task: dict[str, Any], chosen: EvalPass) -> Group:
+        """The group of the pass's next position; it has no deadline: it ends because each of its runs has."""
+        group = self._open(environment, chosen.group_id, task, chosen.version, chosen.num_missing, math.inf)
+        self.slots.opened()
+        return group
+
+    def _open(
+        self,
+        environment: Environment,
+        group_id: str,
+        task: dict[str, Any],
+        step: int,
+        size: int,
+        deadline_at: float,
+    ) -> Group:
         source = environment.source
         group = Group(
-            id=chosen.group_id(chosen.num_opened - 1) if chosen else self._make_id(),
+            id=group_id,
             split=source.split,
             source=source.name,
             task=task,
-            step=chosen.version if chosen else self._window(),
+            step=step,
             version=self._policy.version,
-            size=chosen.missing(chosen.num_opened - 1) if chosen else source.group_size,
+            size=size,
             indivisible=environment.scores_groups,
-            opened_at=now,
-            deadline_at=math.inf if chosen else now + self._limits.group_deadline_s,
+            opened_at=time.monotonic(),
+            deadline_at=deadline_at,
         )
-        if group.split == "train":
-            self._on_open(group.id, group.source, task)
         return self._groups.open(group)
 
-    def _on_sample_failed(
-        self, environment: Environment, chosen: EvalPass | None, error: EnvServerError
-    ) -> None:
+    def _note_failure(self, environment: Environment, error: EnvServerError) -> None:
+        """Let the server rest. Raises EnvServerError after too many failures in a row."""
         name = environment.source.name
         self._failures[name] = failures = self._failures.get(name, 0) + 1
         self._rests_until = time.monotonic() + self._limits.sample_retry_s
@@ -158,5 +195,19 @@ class Opener:
             raise EnvServerError(
                 error.kind, f"env server of `{name}` gave no task {failures} times in a row; last: {error}"
             )
-        if chosen is not None:
-            self._on_failed(self._open(environment, {}, chosen), str(error))
+
+
+async def sample_at(client: EnvClients, chosen: EvalPass) -> dict[str, Any]:
+    """The task at the next position of a pass, wherever the stream stood. Raises EnvServerError."""
+    at, cursor, chosen.cursor = chosen.position, chosen.cursor, None  # not known until it has answered
+    if cursor != at:
+        await client.restore(chosen.stream, 0, at, chosen.num_tasks)
+    sampled = await client.sample(chosen.stream, chosen.num_tasks)
+    if (sampled.epoch, sampled.position) != (0, at + 1):
+        raise EnvServerError(
+            "task_error",
+            f"stream {chosen.stream} gave the task before epoch {sampled.epoch}, position "
+            f"{sampled.position} where that at position {at} was asked for; does somebody else read it?",
+        )
+    chosen.cursor = at + 1
+    return sampled.task

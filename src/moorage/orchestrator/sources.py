@@ -110,33 +110,62 @@ class TrainPicker:
 
 @dataclass
 class EvalPass:
-    """One measurement of one source at one policy version. `num_opened` of `num_tasks` groups have begun.
+    """One measurement of one source at one policy version: a group for each of `num_tasks` positions.
 
     `done`: task position to episodes that are there already (a measurement that goes on where it stood).
+    `position` is the next to open, and `failures` counts how often its task could not be had. `cursor` is
+    where the stream stands on the env server, None when that is not known.
     """
 
     source: Source
     version: int
     num_tasks: int
-    num_opened: int = 0
     done: Mapping[int, int] = field(default_factory=dict)
+    position: int = -1
+    failures: int = 0
+    cursor: int | None = None
+
+    def __post_init__(self) -> None:
+        self.advance()
 
     @property
     def stream(self) -> str:
         return eval_stream(self.source.name, self.version)
 
-    def group_id(self, position: int) -> str:
-        """Id of the group of the task at `position` of the pass."""
-        return f"{self.stream}/{position}"
+    @property
+    def group_id(self) -> str:
+        """Id of the group of the next position."""
+        return group_id(self.stream, self.position)
 
-    def missing(self, position: int) -> int:
-        """Episodes that the task at `position` still needs."""
-        return self.source.group_size - self.done.get(position, 0)
+    @property
+    def num_missing(self) -> int:
+        """Episodes that the next position still needs."""
+        return self._missing(self.position)
+
+    @property
+    def num_left(self) -> int:
+        """Groups still to open."""
+        return sum(self._missing(at) > 0 for at in range(self.position, self.num_tasks))
+
+    def advance(self) -> None:
+        """The next position is open: on to the one behind it that still needs an episode."""
+        self.position += 1
+        self.failures = 0
+        while self.position < self.num_tasks and not self.num_missing:
+            self.position += 1
+
+    def _missing(self, position: int) -> int:
+        return max(0, self.source.group_size - self.done.get(position, 0))
 
 
 def eval_stream(name: str, version: int) -> str:
     """Name of the stream of one eval pass."""
     return f"eval/{name}@{version}"
+
+
+def group_id(stream: str, position: int) -> str:
+    """Id of the group of the task at `position` of an eval stream."""
+    return f"{stream}/{position}"
 
 
 class EvalSlots:
@@ -148,23 +177,24 @@ class EvalSlots:
 
     def __len__(self) -> int:
         """Groups still to open."""
-        return sum(each.num_tasks - each.num_opened for each in self._passes)
+        return sum(each.num_left for each in self._passes)
 
     def add(self, passes: Sequence[EvalPass]) -> None:
-        self._passes += [each for each in passes if each.num_tasks > each.num_opened]
+        self._passes += [each for each in passes if each.num_left]
 
-    def take(self) -> EvalPass | None:
-        """One slot of the next pass, or None."""
-        if not self._passes:
-            return None
+    def next(self) -> EvalPass | None:
+        """The pass whose turn it is, or None. It stays so until `opened`."""
+        return self._passes[self._at % len(self._passes)] if self._passes else None
+
+    def opened(self) -> None:
+        """The next position of the pass whose turn it is has its group; then it is another's turn."""
         self._at %= len(self._passes)
         chosen = self._passes[self._at]
-        chosen.num_opened += 1
-        if chosen.num_opened >= chosen.num_tasks:
-            self._passes.pop(self._at)
-        else:
+        chosen.advance()
+        if chosen.num_left:
             self._at += 1
-        return chosen
+        else:
+            self._passes.pop(self._at)
 
 
 class EvalSchedule:

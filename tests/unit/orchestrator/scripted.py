@@ -189,6 +189,8 @@ class ScriptedEnv:
         self.in_flight = 0
         self.peak_in_flight = 0
         self.sample_errors = 0
+        self.num_samples = 0
+        self.loses_sample: Callable[[int], bool] = lambda nth: False
         self._abandoned: list[WireEpisode] = []
 
     async def sample(self, stream: str, limit: int | None = None) -> Sampled:
@@ -198,6 +200,9 @@ class ScriptedEnv:
             raise EnvServerError("unreachable", "scripted: no answer")
         at = self.streams.get(stream, 0)
         self.streams[stream] = at + 1
+        self.num_samples += 1
+        if self.loses_sample(self.num_samples):
+            raise EnvServerError("unreachable", "scripted: the answer was lost, the stream has moved on")
         self.limits[stream] = limit
         count = min(n for n in (self.num_tasks, limit, 10**9) if n is not None)
         index = at % count

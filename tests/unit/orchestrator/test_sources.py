@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from moorage.config.base import make_config
 from moorage.config.env import SamplingConfig
@@ -65,10 +68,25 @@ def test_slots_are_served_round_robin_over_passes():
     slots = EvalSlots()
     slots.add([EvalPass(make_source("a"), 0, 3), EvalPass(make_source("b"), 0, 1)])
     served = []
-    while (chosen := slots.take()) is not None:
-        served.append(chosen.source.name)
-    assert served == ["a", "b", "a", "a"]
+    while (chosen := slots.next()) is not None:
+        assert slots.next() is chosen, "until its group is open it stays its turn"
+        served.append((chosen.group_id, len(slots)))
+        slots.opened()
+    assert served == [("eval/a@0/0", 4), ("eval/b@0/0", 3), ("eval/a@0/1", 2), ("eval/a@0/2", 1)]
     assert len(slots) == 0
+
+
+@given(st.dictionaries(st.integers(0, 9), st.integers(0, 5)), st.integers(1, 4), st.integers(1, 10))
+def test_a_pass_opens_each_position_that_misses_episodes_once(done, group_size, num_tasks):
+    source = replace(make_source("a"), group_size=group_size)
+    pass_ = EvalPass(source, 0, num_tasks, done)
+    missing = {at: group_size - done.get(at, 0) for at in range(num_tasks) if done.get(at, 0) < group_size}
+    assert pass_.num_left == len(missing)
+    opened = {}
+    while pass_.num_left:
+        opened[pass_.position] = pass_.num_missing
+        pass_.advance()
+    assert opened == missing
 
 
 def test_each_pass_has_a_stream_of_its_own():
