@@ -221,7 +221,7 @@ def test_a_group_is_dropped_at_its_deadline_however_busy_the_dispatcher_is(tmp_p
         return the_second_hangs
 
     begun = time.monotonic()
-    run_steps(tmp_path, behave, steps=50, step_s=0.08, group_deadline_s=0.5)
+    run_steps(tmp_path, behave, steps=50, step_s=0.08, group_deadline_s=0.5, max_off_policy_steps=99)
     assert time.monotonic() - begun > 4
     assert 0.4 < hung_s[0] < 2.5
 
