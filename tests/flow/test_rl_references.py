@@ -31,6 +31,8 @@ class Evidence:
     sizes: list[int] = field(default_factory=list)
     batches: list[RankBatch] = field(default_factory=list)
     exit_code: int = -1
+    server_code: int | None = None
+    """Of the external env server, that is told to stop after the job; None: it was not alive any more."""
 
     @property
     def episodes(self) -> list[tuple[dict[str, Any], int]]:
@@ -74,9 +76,11 @@ def record_job(folder: Path, model: Path, *args: str) -> Evidence:
             evidence.batches = [decode_rank_batch(path.read_bytes()) for path in keeper.stop()]
             recorder.close()
     finally:
+        alive = server.poll() is None
         server.terminate()
-        server.wait(30)
+        code = server.wait(30)
         log.close()
+    evidence.server_code = code if alive else None
     for frames in recorder.messages():
         if len(frames) == 3 and frames[1] == b"reply":
             evidence.replies.append(msgspec.msgpack.decode(frames[2]))
@@ -114,6 +118,10 @@ def test_the_job_went_through_the_recorder(evidence: Evidence) -> None:
     for episode, _ in evidence.episodes:
         for trace in episode["traces"]:
             assert trace["info"]["moorage_payload"]["branches"]
+
+
+def test_the_env_server_that_somebody_else_runs_outlives_the_job(evidence: Evidence) -> None:
+    assert evidence.server_code == 0
 
 
 def test_no_reply_holds_an_array(evidence: Evidence) -> None:

@@ -1,10 +1,12 @@
 """Child processes of the launcher, each in a session of its own with one log file.
 
 Promises:
-- a child's environment names the launcher (`MOORAGE_PARENT_PID`) and the secret (`MOORAGE_TOKEN`), so that it
-  can notice its parent's death, and so that `kill_everything` finds what it started, whatever the session;
+- a child's environment names the launcher (`MOORAGE_PARENT_PID`), so that it can notice its parent's death, and
+  the secret (`MOORAGE_TOKEN`);
+- it also has a mark that no other child has (`MOORAGE_CHILD`): by it, `kill_everything` finds what the child
+  started, whatever the session, and nothing else. The secret is no mark: an external env server has it too;
 - `stop` asks with SIGTERM, waits, then kills the whole session;
-- after `kill_everything` no process of this attempt runs.
+- after `kill_everything` nothing that was started here runs.
 
 Children are started from the main thread only: the kernel's death signal follows the thread that forked.
 """
@@ -14,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import secrets
 import signal
 import subprocess
 import time
@@ -26,6 +29,7 @@ from moorage.core.parent import PARENT_VARIABLE
 from moorage.core.secret import TOKEN_VARIABLE
 from moorage.launcher.plan import ProcessRecord
 
+MARK_VARIABLE = "MOORAGE_CHILD"
 DEFAULTS = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
 TAIL_BYTES = 16_384
 _LOG_HEAD = re.compile(r"^\d\d:\d\d:\d\d [A-Z] \S+ \S+: ")
@@ -33,11 +37,12 @@ _ERROR_MARKS = ("moorage: error:", " E ", "Error:", "Error ", "Exception")
 
 
 class Child:
-    """A running process of a record."""
+    """A running process of a record. `mark` is in the environment of it and of all that it starts."""
 
-    def __init__(self, record: ProcessRecord, popen: subprocess.Popen[bytes]) -> None:
+    def __init__(self, record: ProcessRecord, popen: subprocess.Popen[bytes], mark: str) -> None:
         self.record = record
         self.popen = popen
+        self.mark = mark
 
     @property
     def pid(self) -> int:
@@ -63,9 +68,9 @@ class Child:
 def start(record: ProcessRecord, token: str) -> Child:
     """Start a record's command line; its output is appended to its log file."""
     record.log.parent.mkdir(parents=True, exist_ok=True)
+    mark = secrets.token_hex(16)
     env = {**os.environ, **DEFAULTS, **record.env}
-    env[TOKEN_VARIABLE] = token
-    env[PARENT_VARIABLE] = str(os.getpid())
+    env |= {TOKEN_VARIABLE: token, PARENT_VARIABLE: str(os.getpid()), MARK_VARIABLE: mark}
     with open(record.log, "ab") as log:
         popen = subprocess.Popen(
             record.argv,
@@ -75,7 +80,7 @@ def start(record: ProcessRecord, token: str) -> Child:
             env=env,
             start_new_session=True,
         )
-    return Child(record, popen)
+    return Child(record, popen, mark)
 
 
 def stop(children: Iterable[Child], timeout_s: float, hurry: Callable[[], bool] = lambda: False) -> None:
@@ -91,12 +96,13 @@ def stop(children: Iterable[Child], timeout_s: float, hurry: Callable[[], bool] 
         child.popen.wait()
 
 
-def kill_everything(children: Iterable[Child], token: str, timeout_s: float = 5.0) -> list[int]:
-    """SIGKILL to all that is left of this attempt. Returns what still lives after `timeout_s`."""
-    sessions = {child.pid for child in children}
+def kill_everything(children: Iterable[Child], timeout_s: float = 5.0) -> list[int]:
+    """SIGKILL to all that is left of these children. Returns the process ids that live after `timeout_s`."""
+    children = list(children)
+    sessions, marks = {child.pid for child in children}, {child.mark for child in children}
     deadline = time.monotonic() + timeout_s
     while True:
-        left = [pid for pid in _pids() if pid != os.getpid() and _belongs(pid, sessions, token)]
+        left = [pid for pid in _pids() if pid != os.getpid() and _belongs(pid, sessions, marks)]
         if not left or time.monotonic() > deadline:
             return left
         for pid in left:
@@ -156,12 +162,12 @@ def _kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def _belongs(pid: int, sessions: set[int], token: str) -> bool:
+def _belongs(pid: int, sessions: set[int], marks: set[str]) -> bool:
     try:
         process = psutil.Process(pid)
         if process.status() == psutil.STATUS_ZOMBIE:
             return False
-        return _session(pid) in sessions or process.environ().get(TOKEN_VARIABLE) == token
+        return _session(pid) in sessions or process.environ().get(MARK_VARIABLE) in marks
     except (psutil.Error, OSError):
         return False
 

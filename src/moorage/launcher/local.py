@@ -162,7 +162,7 @@ class LocalRun:
             if kind == "env_server":
                 self._say_bye(stations)
             processes.stop(self._of_kind(kind), STOP_S[kind], self._hurry)
-        self.outcome.left = processes.kill_everything(self._started, self.token)
+        self.outcome.left = processes.kill_everything(self._started)
         for station in stations:
             remove_spool(station, self.plan.run_id)
         self.progress.update()

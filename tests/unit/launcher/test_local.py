@@ -10,6 +10,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from moorage.core.parent import process_birth
@@ -139,6 +141,27 @@ def test_ctrl_c_cancels_the_run_and_ends_every_process_even_a_stubborn_grandchil
     assert time.monotonic() - began < 30
     assert process_birth(int(pids.read_text())) is None  # gone, or a zombie that init has not reaped
     assert read_json(run.end) == {**read_json(run.end), "status": "cancelled", "error": "stopped by Ctrl-C"}
+
+
+@contextmanager
+def started_by_somebody_else() -> Iterator[subprocess.Popen[bytes]]:
+    """A process with the same secret, as whoever runs an external env server exports it."""
+    environ = {**os.environ, "MOORAGE_TOKEN": "secret-of-this-test"}
+    process = subprocess.Popen([sys.executable, "-c", FOREVER], env=environ, start_new_session=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_process_that_shares_only_the_secret_is_left_alone(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    with started_by_somebody_else() as server:
+        outcome, _ = run_records(run, workers(run, "pass"))
+        assert outcome.status == "finished"
+        assert outcome.left == []
+        assert server.poll() is None
 
 
 def test_a_second_ctrl_c_does_not_wait_for_a_process_that_ignores_sigterm(tmp_path: Path) -> None:
