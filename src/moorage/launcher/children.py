@@ -1,8 +1,8 @@
 """Child processes of the launcher, each in a session of its own with one log file.
 
 Promises:
-- a child's environment names the launcher (`MOORAGE_PARENT_PID`), so that it can notice its parent's death, and
-  the secret (`MOORAGE_TOKEN`);
+- a child's environment names the launcher (`MOORAGE_PARENT_PID`), so that it can notice its parent's death,
+  and the secret (`MOORAGE_TOKEN`);
 - it also has a mark that no other child has (`MOORAGE_CHILD`): by it, `kill_everything` finds what the child
   started, whatever the session, and nothing else. The secret is no mark: an external env server has it too;
 - `stop` asks with SIGTERM, waits, then kills the whole session;
