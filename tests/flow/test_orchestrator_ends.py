@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 import time
 
 import pytest
 
+from moorage.core.net import find_free_port
+from moorage.core.rundir import write_json_atomic
 from moorage.exchange.batches import read_checkpoint_state
 from moorage.orchestrator.loop import main
 from moorage.orchestrator.progress import decode_state
@@ -73,3 +78,21 @@ def test_nothing_left_to_do_is_a_good_end(tmp_path):
     started = time.monotonic()
     assert main(make_process_config(tmp_path, 3, start_step=4)) == 0
     assert time.monotonic() - started < 5
+
+
+def test_an_engine_that_does_not_come_up_ends_the_process_after_the_time_that_was_set(tmp_path):
+    url = f"http://127.0.0.1:{find_free_port('127.0.0.1')}"
+    config = make_process_config(tmp_path, 3, train=[]).model_copy(
+        update={"engine_urls": [url], "ready_timeout_s": 0.3}
+    )
+    path = tmp_path / "orchestrator.json"
+    write_json_atomic(path, config.model_dump(mode="json"))
+    done = subprocess.run(
+        [sys.executable, "-m", "moorage.cli.main", "orchestrator", "@", str(path)],
+        env={**os.environ, "MOORAGE_TOKEN": "0" * 64},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1, done.stderr
+    assert f"{url} (not ready within 0.3 s (inference.ready_timeout_s)" in done.stderr

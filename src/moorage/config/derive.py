@@ -50,6 +50,7 @@ def derive(run: RunConfig, facts: ProcessFacts, *, engine_ports: list[int], is_m
             num_data_ranks=run.trainer.num_ranks,
             keep_cache=run.inference.keep_cache,
             require_routing=replay,
+            ready_timeout_s=run.inference.ready_timeout_s,
             **_shared(run),
         ),
         trainer=TrainerProcessConfig(

@@ -74,7 +74,8 @@ class InferenceConfig(Config):
     """vLLM: further command-line arguments, appended as they are."""
 
     ready_timeout_s: float = Field(default=600.0, gt=0)
-    """How long an engine may take to answer `/health`."""
+    """How long an engine may take to answer `/health`, counted from when the env servers are reached. A vLLM
+    that the launcher starts is given up after the same time."""
 
     request_timeout_s: float = Field(default=600.0, gt=0)
     """Longest time for one model call when the rollout's deadline allows more."""

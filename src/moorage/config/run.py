@@ -186,6 +186,9 @@ class OrchestratorProcessConfig(Config):
     require_routing: bool = False
     """The trainer replays routing: samples without rows are an error."""
 
+    ready_timeout_s: float = Field(default=600.0, gt=0)
+    """As `inference.ready_timeout_s`."""
+
 
 class TrainerProcessConfig(Config):
     """`moorage trainer @ trainer.json`, one rank under torchrun."""

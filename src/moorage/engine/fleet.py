@@ -63,8 +63,7 @@ class Fleet:
     async def wait_ready(self, timeout_s: float) -> None:
         """Return when every replica is healthy and serves the model. Raises EngineError naming the first one
         that is not in time, or that serves something else."""
-        deadline = asyncio.get_running_loop().time() + timeout_s
-        await self._everywhere("become ready", lambda url: self._until_ready(url, deadline), timeout_s + 5)
+        await self._everywhere("become ready", lambda url: self._until_ready(url, timeout_s), timeout_s + 5)
 
     async def label(self, version: int) -> None:
         """Say which policy version all replicas hold now: what they were started with, before dispatch."""
@@ -182,8 +181,9 @@ class Fleet:
     async def _observe(self, url: str) -> None:
         self.loads.observe(url, parse_gauges((await self._get(url, "/metrics")).decode(errors="replace")))
 
-    async def _until_ready(self, url: str, deadline: float) -> None:
+    async def _until_ready(self, url: str, timeout_s: float) -> None:
         loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
         while True:
             try:
                 await self._get(url, "/health")
@@ -191,7 +191,10 @@ class Fleet:
                 break
             except (EngineError, aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError) as error:
                 if loop.time() >= deadline:
-                    raise EngineError(f"not ready in time; last: {error or type(error).__name__}") from None
+                    raise EngineError(
+                        f"not ready within {timeout_s:g} s (inference.ready_timeout_s); last: "
+                        f"{error or type(error).__name__}"
+                    ) from None
             await asyncio.sleep(0.2)
         names = [card.get("id") for card in cards]
         if self.model_name not in names:

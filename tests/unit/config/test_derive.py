@@ -60,6 +60,10 @@ def test_engines_that_somebody_else_runs_are_not_started() -> None:
     assert config.orchestrator.engine_urls == ["http://elsewhere:1"]
 
 
+def test_the_orchestrator_waits_for_engines_as_long_as_the_run_file_says() -> None:
+    assert derived(inference={"ready_timeout_s": 1800.0}).orchestrator.ready_timeout_s == 1800.0
+
+
 def test_a_source_with_an_address_gets_no_server() -> None:
     config = derived(orchestrator={"train": [{**SOURCE, "address": "tcp://h:1"}]})
     assert config.env_servers == []
