@@ -21,7 +21,7 @@ from moorage.orchestrator.facts import COUNTS, EpisodeFacts, TraceFacts
 
 @dataclass(frozen=True)
 class TrainMarks:
-    """What the train sink decided about one trace: its credit read as one number, and whether it shipped."""
+    """What the train sink decided on a trace: its credit read as one number, and whether no rule drops it."""
 
     advantage: float | None
     admitted: bool

@@ -41,6 +41,7 @@ class Pending:
 
     group: Group
     episodes: list[Arrived] = field(default_factory=list)
+    facts: list[EpisodeFacts] = field(default_factory=list)
     missing: int = 0
     void: str | None = None
 
@@ -80,9 +81,11 @@ class Fate:
 
 @dataclass
 class Window:
-    """What happened since the last cut; each episode is in exactly one window."""
+    """What happened since the last cut. `episodes`: of groups that were finalised, each group whole and in
+    exactly one window; `arrived`: that came in, whatever their group waits for."""
 
     episodes: list[EpisodeFacts] = field(default_factory=list)
+    arrived: list[EpisodeFacts] = field(default_factory=list)
     marks: dict[str, TrainMarks] = field(default_factory=dict)
     decisions: list[frozenset[str]] = field(default_factory=list)
     num_stale: int = 0

@@ -31,18 +31,18 @@ class Sizes:
 
 
 def window_sizes(window: Window) -> Sizes:
-    """What arrived in the window; cancelled episodes are no rollouts."""
-    arrived = [each for each in window.episodes if not each.cancelled]
+    """What was finalised in the window; cancelled episodes are no rollouts."""
+    ended = [each for each in window.episodes if not each.cancelled]
 
     def total(name: str) -> int:
-        return int(sum(each.sums.get(name, 0) for each in arrived))
+        return int(sum(each.sums.get(name, 0) for each in ended))
 
     return Sizes(
         tokens=total("num_total_tokens"),
         input_tokens=total("num_input_tokens"),
         output_tokens=total("num_output_tokens"),
-        rollouts=len(arrived),
-        tasks=len({each.group_id for each in arrived}),
+        rollouts=len(ended),
+        tasks=len({each.group_id for each in ended}),
     )
 
 
@@ -57,7 +57,7 @@ def advance(progress: Progress, sizes: Sizes) -> None:
 def step_metrics(batch: Batch, sizes: Sizes, progress: Progress, sources: Sequence[str]) -> dict[str, float]:
     """Everything about the episodes of a step: rewards, scopes, drops, staleness, progress."""
     window, values = batch.window, {}
-    values |= reward_metrics(window.episodes)
+    values |= reward_metrics(window.arrived)
     effective = shipped_episodes(batch.cohort)
     for scope, chosen in scopes(sources):
         everything = [each for each in window.episodes if chosen is None or each.env == chosen]

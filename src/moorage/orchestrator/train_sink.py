@@ -78,22 +78,13 @@ class TrainSink:
             pending.missing += event.cancellation.count
             if event.cancellation.reason in ("stale", "shutdown"):
                 pending.void = event.cancellation.reason
-            self._add_cancelled(event)
+            _add_cancelled(pending, event)
         else:
             await self._add_episode(pending, event)
         if pending.is_complete:
             await self._score(pending)  # may await; until it is done the group counts as pending
             del self._pending[event.group.id]
             self._finalise(pending)
-
-    def _add_cancelled(self, event: Cancelled) -> None:
-        """Cancelled episodes have no traces and belong to no agent."""
-        group = event.group
-        for at in range(event.cancellation.count):
-            facts = EpisodeFacts(
-                f"{group.id}/{at}", group.source, group.id, False, (), cancelled=True, sums={}
-            )
-            self.window.episodes.append(facts)
 
     async def _add_episode(self, pending: Pending, event: Arrived) -> None:
         episode = event.episode
@@ -105,7 +96,8 @@ class TrainSink:
             span=span_of(event.payloads.values()),
             payloads=event.payloads,
         )
-        self.window.episodes.append(facts)
+        self.window.arrived.append(facts)
+        pending.facts.append(facts)
         pending.episodes.append(event)
         if not episode.ok:
             self._outcomes.error()
@@ -136,6 +128,7 @@ class TrainSink:
         await _maybe(self.settings[group.source].algorithm.score_group(group, self._credit))
 
     def _finalise(self, pending: Pending) -> None:
+        self.window.episodes += pending.facts
         if pending.void:
             for event in pending.ok:
                 self._drop_episode(event, pending.void)
@@ -166,7 +159,8 @@ class TrainSink:
         samples = self._make_samples(event, trace.id, payload)
         reasons = {name for name, fired in payload.detected.items() if fired and name in DROP_REASONS}
         keep_out = {name for name in reasons if getattr(self.limits.drop, name, False)}
-        if is_flat(credit):
+        flat = is_flat(credit)
+        if flat:
             reasons.add("zero_advantage")
         if not payload.branches:
             keep_out.add("untrainable")
@@ -177,7 +171,10 @@ class TrainSink:
         self.window.decisions.append(frozenset(reasons | keep_out))
         advantage = read_advantage(credit)
         self._credit.forget(trace.id)
-        self.window.marks[trace.id] = TrainMarks(advantage, False)
+        admitted = not keep_out and not (
+            flat and self.limits.drop.zero_advantage
+        )  # which is pruned at the cut
+        self.window.marks[trace.id] = TrainMarks(advantage, admitted)
         if keep_out:
             self._drop_trace(event, trace, next(name for name in DROP_REASONS if name in keep_out))
             return
@@ -347,6 +344,15 @@ class TrainSink:
     def _settle_if_done(self, group_id: str) -> None:
         if not self._queue.has_group(group_id) and group_id not in self._pending:
             self._on_settled(group_id)
+
+
+def _add_cancelled(pending: Pending, event: Cancelled) -> None:
+    """Cancelled episodes have no traces and belong to no agent."""
+    group = event.group
+    for at in range(event.cancellation.count):
+        pending.facts.append(
+            EpisodeFacts(f"{group.id}/{at}", group.source, group.id, False, (), cancelled=True, sums={})
+        )
 
 
 def _seriousness(reason: str) -> int:

@@ -7,6 +7,8 @@ import pytest
 from moorage.config.orchestrator import DropConfig
 from moorage.core.errors import ConfigError
 from moorage.orchestrator.events import Arrived
+from moorage.orchestrator.progress import Progress
+from moorage.orchestrator.step_metrics import advance, step_metrics, window_sizes
 from moorage.records.sample import Span
 from tests.unit.orchestrator.scripted import Says, make_episode, make_task
 from tests.unit.orchestrator.sinking import Bench
@@ -372,5 +374,54 @@ def test_shutdown_frees_what_is_pending_queued_and_held():
         await bench.end()
         assert bench.outcomes.counts.dropped["shutdown"] == 3
         assert bench.store.ledger.freed["shutdown"] == 3
+
+    asyncio.run(scenario())
+
+
+def test_a_group_is_in_one_window_whole_though_a_batch_ships_while_it_is_open():
+    async def scenario():
+        bench = Bench()
+        progress = Progress()
+        open_group = bench.group()
+        await bench.arrive(open_group, Says(reward=1.0))
+        for _ in range(2):
+            await bench.whole([1.0, 0.0])
+        first = bench.sink.cut(1)
+        advance(progress, window_sizes(first.window))
+        bench.train(first)
+        await bench.arrive(open_group, Says(reward=0.0))
+        await bench.whole([1.0, 0.0])
+        second = bench.sink.cut(2)
+        advance(progress, window_sizes(second.window))
+        bench.train(second)
+        rows = [
+            step_metrics(batch, window_sizes(batch.window), progress, ["math"]) for batch in (first, second)
+        ]
+        assert [open_group.id in {each.group_id for each in b.window.episodes} for b in (first, second)] == [
+            False,
+            True,
+        ]
+        for row in rows:
+            assert row["train/math/all/agent/solved_some"] == 1.0
+            assert row["train/math/all/agent/is_trainable/mean"] == 1.0
+            assert row["train/math/all/agent/is_admitted/mean"] == 1.0
+        assert [row["reward/mean"] for row in rows] == [0.6, 1 / 3], "of what arrived meanwhile"
+        assert (progress.total_rollouts, progress.total_tasks) == (8, 4)
+        await bench.end()
+
+    asyncio.run(scenario())
+
+
+def test_what_waits_for_a_later_batch_counts_as_admitted_when_it_is_decided():
+    async def scenario():
+        bench = Bench(batch_traces=3)
+        await bench.whole([1.0, 0.0])
+        await bench.whole([1.0, 0.0])
+        await bench.whole([1.0, 1.0])
+        batch = bench.sink.cut(1)
+        row = step_metrics(batch, window_sizes(batch.window), Progress(), ["math"])
+        assert row["train/math/all/agent/is_admitted/mean"] == 4 / 6
+        bench.train(batch)
+        await bench.end()
 
     asyncio.run(scenario())
