@@ -10,6 +10,7 @@ from typing import Any
 
 from moorage.config.engine import InferenceConfig
 from moorage.config.env import EnvServerConfig, SourceConfig
+from moorage.config.inherit import fill_sources, sampling_of
 from moorage.config.limits import join_conflicts, run_conflicts
 from moorage.config.orchestrator import OrchestratorConfig
 from moorage.config.run import (
@@ -34,6 +35,7 @@ def derive(run: RunConfig, facts: ProcessFacts, *, engine_ports: list[int], is_m
     `engine_ports`: one free port per replica. `is_moe`: whether the model's config.json describes a mixture
     of experts. Raises ValueError (shown as ConfigError) on settings that exclude each other.
     """
+    run = run.model_copy(update={"orchestrator": fill_sources(run.orchestrator)})
     replay = is_moe if run.trainer.router_replay is None else run.trainer.router_replay
     engine = _resolve_engine(run, replay)
     conflicts = run_conflicts(run, engine, replay=replay, is_moe=is_moe)
@@ -47,6 +49,7 @@ def derive(run: RunConfig, facts: ProcessFacts, *, engine_ports: list[int], is_m
             facts=facts,
             orchestrator=run.orchestrator,
             engine_urls=urls,
+            foreign_engines=bool(run.inference.urls),
             num_data_ranks=run.trainer.num_ranks,
             keep_cache=run.inference.keep_cache,
             require_routing=replay,
@@ -66,9 +69,7 @@ def derive(run: RunConfig, facts: ProcessFacts, *, engine_ports: list[int], is_m
 def _resolve_engine(run: RunConfig, replay: bool) -> InferenceConfig:
     """The engine's settings as the run's needs decide them: arrays are returned only when they are used."""
     engine = run.inference
-    truncated = any(
-        (source.sampling or run.orchestrator.sampling).truncated for source in run.orchestrator.train
-    )
+    truncated = any(sampling_of(source).truncated for source in run.orchestrator.train)
     head_k = _first_given(engine.head_k, int(run.trainer.loss.get("head_k", 0)))
     return engine.model_copy(
         update={

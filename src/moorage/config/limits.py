@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from moorage.config.engine import InferenceConfig
+from moorage.config.env import SourceConfig
+from moorage.config.inherit import sampling_of
 
 if TYPE_CHECKING:
     from moorage.config.run import RunConfig
@@ -114,7 +116,7 @@ def _argument_conflicts(engine: InferenceConfig) -> list[str]:
 
 
 def run_conflicts(run: RunConfig, engine: InferenceConfig, *, replay: bool, is_moe: bool) -> list[str]:
-    """What is wrong between a run's sampling, its trainer and its (resolved) engine."""
+    """What is wrong between a run's sampling, its trainer and its (resolved) engine. The sources are filled."""
     found = engine_conflicts(engine, is_moe=is_moe)
     if replay and not is_moe:
         found.append("trainer.router_replay is on, but the model has no experts; leave it out")
@@ -130,10 +132,10 @@ def run_conflicts(run: RunConfig, engine: InferenceConfig, *, replay: bool, is_m
 
 def _sampling_conflicts(run: RunConfig, engine: InferenceConfig) -> list[str]:
     found = []
-    orchestrator = run.orchestrator
-    sources = [("train", s, s.sampling or orchestrator.sampling) for s in orchestrator.train]
-    sources += [("eval", s, s.sampling or orchestrator.eval.sampling) for s in orchestrator.eval.sources]
-    for split, source, sampling in sources:
+    sources: list[tuple[str, SourceConfig]] = [("train", each) for each in run.orchestrator.train]
+    sources += [("eval", each) for each in run.orchestrator.eval.sources]
+    for split, source in sources:
+        sampling = sampling_of(source)
         where = f"sampling of {split} source {source.name!r}"
         if split == "train" and sampling.truncated and not engine.sampling_mask:
             found.append(

@@ -44,6 +44,10 @@ class CheckpointConfig(Config):
     keep_interval: int | None = Field(default=None, ge=1)
     """Also keep every checkpoint whose step is a multiple of this."""
 
+    def is_due(self, step: int, last_step: int) -> bool:
+        """Whether `step` makes a checkpoint: at the interval, and at the end. Each process asks for itself."""
+        return self.interval is not None and (step % self.interval == 0 or step == last_step)
+
 
 class WandbConfig(Config):
     """Weights & Biases."""
@@ -173,6 +177,9 @@ class OrchestratorProcessConfig(Config):
     monitor: MonitorConfig
     engine_urls: list[str]
     """Every replica."""
+
+    foreign_engines: bool = False
+    """Somebody else runs the engines: what they hold when the run starts is not known."""
 
     num_data_ranks: int = Field(default=1, ge=1)
     """Ranks that each get a batch file."""

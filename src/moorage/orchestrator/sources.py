@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from moorage.config.env import EvalSourceConfig, SamplingConfig, SourceConfig, TrainSourceConfig
+from moorage.config.env import SamplingConfig, SourceConfig
+from moorage.config.inherit import fill_sources, sampling_of
 from moorage.config.orchestrator import OrchestratorConfig
 from moorage.core.errors import ConfigError
 from moorage.orchestrator.groups import Split
@@ -41,34 +42,28 @@ class Source:
 
 def resolve_train(config: OrchestratorConfig) -> list[Source]:
     """The train sources, with what they inherit filled in."""
-    return [_resolve(config, source, "train") for source in config.train]
+    return [
+        Source(**_shared(each, "train"), ratio=each.ratio, algorithm=each.algorithm or {})
+        for each in fill_sources(config).train
+    ]
 
 
 def resolve_eval(config: OrchestratorConfig) -> list[Source]:
     """The eval sources, with what they inherit filled in."""
-    return [_resolve(config, source, "eval") for source in config.eval.sources]
+    return [
+        Source(**_shared(each, "eval"), interval=each.interval or 1, num_tasks=each.num_tasks)
+        for each in fill_sources(config).eval.sources
+    ]
 
 
-def _resolve(config: OrchestratorConfig, source: SourceConfig, split: Split) -> Source:
-    block = config if split == "train" else config.eval
-    shared = {
+def _shared(source: SourceConfig, split: Split) -> dict[str, Any]:
+    return {
         "name": str(source.name),
         "split": split,
-        "group_size": source.group_size or block.group_size,
-        "sampling": merge_sampling(block.sampling, source.sampling),
+        "group_size": source.group_size,
+        "sampling": sampling_of(source),
         "deadline_s": source.deadline_s,
     }
-    if isinstance(source, TrainSourceConfig):
-        return Source(**shared, ratio=source.ratio, algorithm=source.algorithm or config.algorithm)
-    assert isinstance(source, EvalSourceConfig)
-    return Source(**shared, interval=source.interval or config.eval.interval, num_tasks=source.num_tasks)
-
-
-def merge_sampling(shared: SamplingConfig, own: SamplingConfig | None) -> SamplingConfig:
-    """The shared block with what a source sets explicitly on top."""
-    if own is None:
-        return shared
-    return shared.model_copy(update={name: getattr(own, name) for name in own.model_fields_set})
 
 
 def sampling_request(sampling: SamplingConfig) -> dict[str, Any]:
