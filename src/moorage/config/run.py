@@ -45,7 +45,7 @@ class CheckpointConfig(Config):
     """Also keep every checkpoint whose step is a multiple of this."""
 
     def is_due(self, step: int, last_step: int) -> bool:
-        """Whether `step` makes a checkpoint: at the interval, and at the end. Each process asks for itself."""
+        """Whether `step` makes a checkpoint: at the interval and at the end. Each process asks for itself."""
         return self.interval is not None and (step % self.interval == 0 or step == last_step)
 
 

@@ -57,7 +57,7 @@ class Shipper:
         packed = time.perf_counter()
         records = [self._record(batch.step, rank, micro) for rank, micro in enumerate(ranks)]
         size_bytes = write_batch(self._run, batch.step, records, state)
-        if self.is_checkpoint(batch.step):
+        if self._checkpoint.is_due(batch.step, self._facts.max_steps):
             write_state(self._run.checkpoint(batch.step, "orchestrator"), state)
         return Written(
             pack_s=packed - started,
@@ -66,11 +66,6 @@ class Shipper:
             num_micro_batches=sum(len(micro) for micro in ranks),
             num_dummies=sum(batch.dummy for micro in ranks for batch in micro),
         )
-
-    def is_checkpoint(self, step: int) -> bool:
-        """Whether the state of `step` is a checkpoint's: at the interval, and at the end."""
-        interval = self._checkpoint.interval
-        return interval is not None and (step % interval == 0 or step == self._facts.max_steps)
 
     def _record(self, step: int, rank: int, micro: Sequence[MicroBatch]) -> RankBatch:
         return RankBatch(

@@ -130,9 +130,8 @@ class Session:
         )
 
     def _checkpoint(self, step: int, last: int) -> None:
-        interval = self.config.checkpoint.interval
         self.checkpoints.finish(wait=False)
-        if interval is not None and (step % interval == 0 or step == last):
+        if self.config.checkpoint.is_due(step, last):
             self.checkpoints.save(self.progress)
         if self.world.is_main:
             prune_checkpoints(self.run, self.config.checkpoint)
