@@ -110,8 +110,9 @@ def measure(folder: str, rows: list[Row], world: World, *, replay: bool) -> dict
         assert row.routing is not None
         free = torch.full_like(row.routing, -1)
         step.backward([replace(row, routing=row.routing if replay else free)], metrics)
-        known = (row.routing >= 0).all(-1)
-        differs = (model.replay.recorded().sort(-1).values != row.routing.sort(-1).values).any(-1)
+        own, engine = (ids[:, model.replay.layers] for ids in (model.replay.recorded(), row.routing))
+        known = (engine >= 0).all(-1)
+        differs = (own.sort(-1).values != engine.sort(-1).values).any(-1)
         flips, total = flips + int((differs & known).sum()), total + int(known.sum())
     agreed = metrics.agree(world)
     return {

@@ -22,7 +22,8 @@ from moorage.records.sample import Span, TrainSample
 from moorage.trainer.losses import make_loss
 from moorage.trainer.metrics import StepMetrics
 from moorage.trainer.model import load_model
-from moorage.trainer.rows import make_row
+from moorage.trainer.rows import Row, make_row
+from moorage.trainer.starter import make_model_folder
 from moorage.trainer.step import TrainStep
 from moorage.trainer.world import World
 
@@ -67,25 +68,33 @@ def _keep(request: Request) -> BranchArrays:
 
 
 def measure(folder: Path, kept: list[BranchArrays], temperature: float, *, replay: bool) -> dict[str, float]:
-    """The trainer's metrics on these completions, before any update."""
+    """The trainer's metrics on these completions, before any update. With `replay` every router must have
+    taken the engine's experts."""
     config = TrainerConfig(router_replay=replay, device="cpu")
     world = World(0, 1, torch.device("cpu"))
     model = load_model(ModelConfig(path=str(folder)), config, world, 64)
+    step = TrainStep(model, make_loss({"type": "ipo"}), config, 1)
+    metrics = StepMetrics(step.loss.metric_names)
+    for row in _make_rows(kept, temperature, world, replay=replay):
+        step.backward([row], metrics)
+        if model.replay is not None:
+            assert row.routing is not None
+            told = row.routing >= 0
+            assert torch.equal(model.replay.recorded()[told], row.routing[told].long())
+    return metrics.agree(world)
+
+
+def _make_rows(kept: list[BranchArrays], temperature: float, world: World, *, replay: bool) -> list[Row]:
     samples = []
     for index, arrays in enumerate(kept):
         n = arrays.num_tokens
         piece = PayloadSlice("", "", str(index), n, n, tuple(arrays.present()), arrays.routing, 0)
         samples.append(TrainSample(piece, (Span(0, n, 1.0),), env="e", temperature=temperature))
     arrays_by_id: dict[str, Any] = {str(index): arrays for index, arrays in enumerate(kept)}
-    micros = pack(samples, 256)[0]
-    rows = [
+    return [
         make_row(assemble(micro, arrays_by_id), torch.float32, world.device, replay=replay)
-        for micro in micros
+        for micro in pack(samples, 256)[0]
     ]
-    step = TrainStep(model, make_loss({"type": "ipo"}), config, 1)
-    metrics = StepMetrics(step.loss.metric_names)
-    step.backward(rows, metrics)
-    return metrics.agree(world)
 
 
 @pytest.mark.parametrize(
@@ -108,6 +117,17 @@ def test_mismatch_is_numerical_noise(
     assert found["mismatch_kl/max"] < 1e-6
     if params.top_k == 1:
         assert found["logprob_gap/max"] == 0.0
+
+
+@pytest.mark.parametrize("dense_layer", [0, 1])
+def test_a_layer_without_experts_shifts_no_choice(tmp_path: Path, dense_layer: int) -> None:
+    overrides = {"mlp_only_layers": [dense_layer]}
+    folder = make_model_folder(tmp_path / "model", "qwen3_moe", overrides=overrides)
+    kept = sample(folder, SamplingParams(max_tokens=12, ignore_eos=True), dtype="bfloat16")
+    assert {arrays.routing for arrays in kept} == {(2, 2)}
+    assert not any(arrays.routed_experts[:, dense_layer].any() for arrays in kept)
+    assert all(arrays.routed_experts[:, 1 - dense_layer].any() for arrays in kept)
+    assert measure(folder, kept, 1.0, replay=True)["mismatch_kl/mean"] < 1e-3
 
 
 def test_truncated_sampling_without_its_kept_sets_would_bias_every_ratio(dense_model: Path) -> None:

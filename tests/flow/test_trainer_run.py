@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from moorage.core.rundir import ready_steps
+from moorage.trainer.starter import make_model_folder
 from tests.support.training import STORE, SyntheticRun
 
 START_S = 110.0
@@ -44,12 +45,14 @@ def _ledger(run: SyntheticRun):
 
 
 def test_three_steps_free_every_payload_publish_every_version_and_emit_every_series(
-    tmp_path: Path, moe_model: Path
+    tmp_path: Path,
 ) -> None:
-    with SyntheticRun(tmp_path, routing=(2, 2, 8)) as run:
+    overrides = {"num_hidden_layers": 3, "mlp_only_layers": [0]}  # rows count the dense layer too
+    model = make_model_folder(tmp_path / "model", "qwen3_moe", overrides=overrides)
+    with SyntheticRun(tmp_path, routing=(3, 2, 8)) as run:
         for step in (1, 2, 3):
             run.write_step(step)
-        trainer = run.start_trainer(run.config(moe_model, 3, trainer__router_replay=True))
+        trainer = run.start_trainer(run.config(model, 3, trainer__router_replay=True))
         assert trainer.wait(START_S) == 0, run.log_text()
         ledger = _ledger(run)
         assert ledger.kept == ledger.freed["trainer"] == 24

@@ -29,8 +29,8 @@ class BranchPayload(msgspec.Struct, frozen=True):
     """One kept branch, as written into `trace.info["moorage_payload"]["branches"]`.
 
     `branch`: index into the trace's branches. `num_tokens`: T of the blob. `num_trainable`: tokens this
-    branch trains. `fields`: names of the arrays in the blob. `routing`: (layers, k) of routed experts,
-    or None. `versions`: oldest and newest policy version of its sampled tokens, None when the engine named
+    branch trains. `fields`: names of the arrays in the blob. `routing`: (hidden layers, k) of
+    routed experts, or None. `versions`: oldest and newest policy version of its sampled tokens, None when the engine named
     none.
     """
 
@@ -122,4 +122,19 @@ class Ledger(msgspec.Struct):
             peak_bytes=self.peak_bytes + other.peak_bytes,
             oldest_s=max(self.oldest_s, other.oldest_s),
             damaged=self.damaged + other.damaged,
+        )
+
+    def since(self, start: Ledger) -> Ledger:
+        """What happened since this account stood at `start`; what was outstanding then counts as kept.
+
+        `peak_bytes` stays that of the whole account.
+        """
+        return msgspec.structs.replace(
+            self,
+            kept=self.kept - start.kept + start.outstanding,
+            kept_bytes=self.kept_bytes - start.kept_bytes + start.outstanding_bytes,
+            freed={holder: self.freed.get(holder, 0) - start.freed.get(holder, 0) for holder in HOLDERS},
+            double_frees=self.double_frees - start.double_frees,
+            unknown=self.unknown - start.unknown,
+            damaged=self.damaged - start.damaged,
         )

@@ -45,11 +45,12 @@ Payloads = dict[str, BranchArrays | PayloadError]
 
 @dataclass(frozen=True)
 class FeedSettings:
-    """Limits of fetching. `replay`: routing rows are needed, also by dummies."""
+    """Limits of fetching. `routing`: (hidden layers, k) of the routing rows that are needed, also by dummies;
+    None when routing is not replayed."""
 
     fetch_timeout_s: float
     prefetch_budget_bytes: int
-    replay: bool
+    routing: tuple[int, int] | None
 
 
 @dataclass(frozen=True)
@@ -146,18 +147,18 @@ class BatchFeed:
         return sorted(self._steps)
 
     def close(self, *, release: bool) -> None:
-        """End the thread. `release`: delete what this rank still owns, also of a batch read ahead."""
+        """End the thread and try once more to deliver earlier deletes. `release`: delete what this rank still
+        owns, also of a batch read ahead."""
         self._stop.set()
         self._thread.shutdown(wait=True, cancel_futures=True)
         for future in self._ahead.values():
             if not future.cancelled() and future.exception() is None:
                 self._hold(future.result().batch)
-        if not release:
-            return
-        refs = self.custody.release_all()
-        if refs:
+        refs = self.custody.release_all() if release else ()
+        owed = len(refs) + len(self.client.pending_releases)
+        if owed:
             freed = self.client.release(refs, "trainer")
-            log.info("released %d of %d payloads still held at the end", freed, len(refs))
+            log.info("released %d of %d payloads still held at the end", freed, owed)
 
     def _hold(self, batch: RankBatch) -> None:
         self._steps.append(batch.step)
@@ -172,8 +173,8 @@ class BatchFeed:
                 f"{self.world.size}"
             )
         loaded = _Loaded(batch, time.perf_counter())
-        if self.settings.replay:
-            check_routing(batch)
+        if self.settings.routing is not None:
+            check_routing(batch, self.settings.routing)
         ahead = within_budget(self._needed(batch), self.settings.prefetch_budget_bytes)
         if ahead:
             loaded.payloads |= self.client.fetch(ahead, self.settings.fetch_timeout_s)
@@ -183,7 +184,7 @@ class BatchFeed:
         """Every payload that this rank must read, each once, at its longest use."""
         needed: dict[str, PayloadSlice] = {}
         for micro in batch.micro_batches:
-            if micro.dummy and not (self.settings.replay and micro.routing):
+            if micro.dummy and not (self.settings.routing and micro.routing):
                 continue
             for sample in micro.samples:
                 known = needed.get(sample.payload.id)
@@ -214,16 +215,24 @@ class BatchFeed:
         return arrays, failed
 
 
-def check_routing(batch: RankBatch) -> None:
-    """Raise ExchangeError when routing is to be replayed and a sample came without its rows."""
-    for micro in batch.micro_batches:
-        for sample in micro.samples:
-            if sample.payload.routing is None:
-                raise ExchangeError(
-                    f"batch {batch.step}: trainer.router_replay is on, but payload {sample.payload.id} "
-                    f"({sample.env}) has no routing rows; set inference.routed_experts = true, or "
-                    "trainer.router_replay = false to let the trainer route by itself"
-                )
+def check_routing(batch: RankBatch, shape: tuple[int, int]) -> None:
+    """Raise ExchangeError when routing is to be replayed and a sample came without its rows, or with rows of
+    another shape than the model's (hidden layers, k)."""
+    for sample in (sample for micro in batch.micro_batches for sample in micro.samples):
+        found = sample.payload.routing
+        if found is None:
+            raise ExchangeError(
+                f"batch {batch.step}: trainer.router_replay is on, but payload {sample.payload.id} "
+                f"({sample.env}) has no routing rows; set inference.routed_experts = true, or "
+                "trainer.router_replay = false to let the trainer route by itself"
+            )
+        if tuple(found) != shape:
+            raise ExchangeError(
+                f"batch {batch.step}: the routing rows of payload {sample.payload.id} ({sample.env}) have "
+                f"{found[0]} layers of {found[1]} experts, the model has {shape[0]} hidden layers and "
+                f"chooses {shape[1]}: let engine and trainer run the same model, or set "
+                "trainer.router_replay = false"
+            )
 
 
 def within_budget(slices: Iterable[PayloadSlice], budget_bytes: int) -> list[PayloadSlice]:

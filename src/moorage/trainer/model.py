@@ -45,7 +45,7 @@ class TrainedModel:
     @contextmanager
     def row(self, layout: PackedLayout, routing: torch.Tensor | None = None) -> Iterator[None]:
         """Forward and backward passes inside see one packed row: its boundaries, and the expert choices
-        `routing` [T, layers, k] (-1: the router decides) when they are replayed."""
+        `routing` [T, hidden layers, k] (-1: the router decides) when they are replayed."""
         with packed_as(layout):
             if self.replay is None or routing is None:
                 yield

@@ -24,7 +24,6 @@ from moorage.trainer.losses.base import mismatch_kl
 from moorage.trainer.metrics import StepMetrics
 from moorage.trainer.model import TrainedModel
 from moorage.trainer.optimizer import clip_gradients, learning_rate, make_optimizer, set_learning_rate
-from moorage.trainer.router_replay import load_imbalance
 from moorage.trainer.rows import Row
 
 
@@ -102,7 +101,7 @@ class TrainStep:
         replay = self.model.replay
         if replay is None or row.routing is None or row.dropped:
             return
-        metrics.put_max("routing/imbalance", load_imbalance(replay.recorded(), replay.num_experts))
+        metrics.put_max("routing/imbalance", replay.imbalance())
 
 
 def agree_divisors(rows: Sequence[Row], model: TrainedModel) -> Divisors:

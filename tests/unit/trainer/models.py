@@ -37,6 +37,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 8,
     },
     "qwen3_moe": {"model_type": "qwen3_moe", **MOE, "norm_topk_prob": True},
+    "qwen3_moe_dense": {"model_type": "qwen3_moe", **MOE, "num_hidden_layers": 3, "mlp_only_layers": [0]},
     "qwen2_moe": {"model_type": "qwen2_moe", **MOE, "shared_expert_intermediate_size": 16},
     "mixtral": {"model_type": "mixtral", **SHARED, "num_local_experts": 8, "num_experts_per_tok": 2},
     "olmoe": {"model_type": "olmoe", **MOE, "intermediate_size": 16},

@@ -35,7 +35,7 @@ def client() -> Iterator[PayloadClient]:
 
 
 def _feed(run: SyntheticRun, client: PayloadClient, budget: int = 1 << 20, **options) -> BatchFeed:
-    settings = FeedSettings(fetch_timeout_s=20.0, prefetch_budget_bytes=budget, replay=False)
+    settings = FeedSettings(fetch_timeout_s=20.0, prefetch_budget_bytes=budget, routing=None)
     return BatchFeed(run.run, ALONE, client, settings, options.get("stop", threading.Event()))
 
 
@@ -147,4 +147,31 @@ def test_a_reference_that_is_named_twice_is_deleted_once(run: SyntheticRun) -> N
 def test_replay_without_rows_names_the_setting(run: SyntheticRun) -> None:
     batch = RankBatch("run", 1, 1, 0, 0, 1, (MicroBatch(tuple(run.make_samples(1))),))
     with pytest.raises(ExchangeError, match="routed_experts = true"):
-        check_routing(batch)
+        check_routing(batch, (2, 2))
+
+
+def test_rows_of_another_model_are_refused_before_anything_is_fetched(
+    tmp_path: Path, client: PayloadClient
+) -> None:
+    with SyntheticRun(tmp_path, routing=(2, 2, 8)) as routed:
+        routed.write_step(1)
+        feed = BatchFeed(routed.run, ALONE, client, FeedSettings(20.0, 1 << 20, (3, 2)), threading.Event())
+        with pytest.raises(ExchangeError, match="2 layers of 2 experts, the model has 3 hidden layers"):
+            feed.take(1)
+        assert client.counts.blobs == 0
+        feed.close(release=True)
+
+
+@pytest.mark.parametrize("release", [True, False])
+def test_closing_delivers_what_a_store_that_was_away_did_not_hear(tmp_path: Path, release: bool) -> None:
+    with SyntheticRun(tmp_path) as away, PayloadClient(TOKEN) as client:
+        away.write_step(1)
+        feed = _feed(away, client)
+        feed.take(1)
+        away.service.stop()
+        client.release(feed.custody.release_all(), "trainer", deadline_s=0.2)
+        assert len(client.pending_releases) == 8
+        away.service.start()  # at the same port
+        feed.close(release=release)
+        assert client.pending_releases == []
+        assert _outstanding(away) == 0

@@ -46,7 +46,7 @@ class Runner:
         self.window = getattr(text, "sliding_window", None)
         attention.register()
         model.set_attn_implementation(attention.NAME)
-        self.router = RouterTap(model, self.num_layers) if routed_experts else None
+        self.router = RouterTap(model) if routed_experts else None
         row_shape = (self.num_layers, self.router.k) if self.router else None
         row_dtype = torch.uint8 if self.router and self.router.num_experts <= 256 else torch.int16
         self.cache = SlotCache(self.num_layers, row_shape, row_dtype)
