@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,9 +16,13 @@ from moorage.config.model import ModelConfig
 from moorage.config.run import InferenceProcessConfig
 from moorage.core.errors import EngineError
 from moorage.core.net import find_free_port
+from moorage.core.rundir import PeerWatch, RunDir
 from moorage.engine.fleet import Fleet
 from moorage.engine.generate import GenerateCall, GenerateClient
 from moorage.engine.parse import Completion
+from moorage.exchange.weights import publish_weights
+from moorage.orchestrator.loop import bring_live
+from tests.flow.test_orchestrator_run import make_process_config
 
 pytestmark = pytest.mark.slow
 
@@ -132,3 +137,51 @@ def test_a_replica_that_died_is_named_by_the_update_and_the_other_goes_on(
             await fleet.close()
 
     asyncio.run(main())
+
+
+def test_engines_of_somebody_else_are_brought_to_version_0_whatever_they_held(
+    replicas: tuple[list[str], list[subprocess.Popen[bytes]]],
+    dense_model: Path,
+    others: Path,
+    tmp_path: Path,
+) -> None:
+    """An earlier run has left them with its weights, and died while they were paused."""
+    urls, _ = replicas
+    run = RunDir(tmp_path / "run")
+    config = make_process_config(tmp_path, 3).model_copy(
+        update={"foreign_engines": True, "engine_urls": urls}
+    )
+    publish_weights(run, 0, lambda folder: shutil.copytree(dense_model, folder, dirs_exist_ok=True))
+
+    async def main() -> list[tuple[Completion, Completion]]:
+        fleet, client = Fleet(urls, "policy"), GenerateClient()
+
+        async def greedy(url: str, name: str) -> Completion:
+            sampling = {"max_tokens": 20, "ignore_eos": True, "temperature": 0.0}
+            return await client.generate(
+                GenerateCall(
+                    url=url,
+                    model="policy",
+                    token_ids=[3, 72, 73, 1, 4],
+                    sampling=sampling,
+                    request_id=name,
+                    deadline_s=60,
+                )
+            )
+
+        try:
+            await fleet.wait_ready(90)
+            expected = [await greedy(url, "first") for url in urls]
+            await fleet.update_weights(others, 20)
+            strange = [await greedy(url, "strange") for url in urls]
+            assert all(list(s.logprobs) != list(e.logprobs) for s, e in zip(strange, expected, strict=True))
+            await fleet._everywhere("pause", fleet._pause)
+            assert await bring_live(config, run, fleet, PeerWatch(run, "trainer")) == 0
+            return list(zip(expected, [await greedy(url, "last") for url in urls], strict=True))
+        finally:
+            await client.close()
+            await fleet.close()
+
+    for expected, last in asyncio.run(main()):
+        assert list(last.logprobs) == list(expected.logprobs)
+        assert last.weight_versions == ((0, 0, 20),)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from moorage.config.base import make_config
 from moorage.config.engine import InferenceConfig
-from moorage.config.env import EnvServerConfig, SourceConfig
-from moorage.config.inherit import fill_sources, sampling_of
-from moorage.config.limits import join_conflicts, run_conflicts
-from moorage.config.orchestrator import OrchestratorConfig
+from moorage.config.env import EnvServerConfig
+from moorage.config.inherit import fill_sources, sampling_of, sources_by_split
+from moorage.config.limits import join_conflicts, loss_head_k, run_conflicts
 from moorage.config.run import (
     DerivedConfigs,
     InferenceProcessConfig,
@@ -23,17 +23,12 @@ from moorage.config.run import (
 )
 
 
-def sources_by_split(run: OrchestratorConfig) -> list[tuple[str, SourceConfig]]:
-    """(split, source) of every environment, train first."""
-    train: list[tuple[str, SourceConfig]] = [("train", source) for source in run.train]
-    return [*train, *(("eval", source) for source in run.eval.sources)]
-
-
 def derive(run: RunConfig, facts: ProcessFacts, *, engine_ports: list[int], is_moe: bool) -> DerivedConfigs:
     """The config of every process.
 
     `engine_ports`: one free port per replica. `is_moe`: whether the model's config.json describes a mixture
-    of experts. Raises ValueError (shown as ConfigError) on settings that exclude each other.
+    of experts. Raises ValueError (shown as ConfigError) on settings that exclude each other, and ConfigError
+    when a process would refuse its config: each is read here as the process reads it.
     """
     run = run.model_copy(update={"orchestrator": fill_sources(run.orchestrator)})
     replay = is_moe if run.trainer.router_replay is None else run.trainer.router_replay
@@ -41,6 +36,13 @@ def derive(run: RunConfig, facts: ProcessFacts, *, engine_ports: list[int], is_m
     conflicts = run_conflicts(run, engine, replay=replay, is_moe=is_moe)
     if conflicts:
         raise ValueError(join_conflicts(conflicts))
+    derived = _all_configs(run, facts, engine, engine_ports, replay=replay)
+    return make_config(DerivedConfigs, derived.model_dump(mode="json", warnings=False), source="run file")
+
+
+def _all_configs(
+    run: RunConfig, facts: ProcessFacts, engine: InferenceConfig, engine_ports: list[int], *, replay: bool
+) -> DerivedConfigs:
     urls = run.inference.urls or [f"http://{run.inference.host}:{port}" for port in engine_ports]
     return DerivedConfigs(
         inference=[] if run.inference.urls else _replicas(run, facts, engine, engine_ports),
@@ -70,7 +72,7 @@ def _resolve_engine(run: RunConfig, replay: bool) -> InferenceConfig:
     """The engine's settings as the run's needs decide them: arrays are returned only when they are used."""
     engine = run.inference
     truncated = any(sampling_of(source).truncated for source in run.orchestrator.train)
-    head_k = _first_given(engine.head_k, int(run.trainer.loss.get("head_k", 0)))
+    head_k = _first_given(engine.head_k, loss_head_k(run))
     return engine.model_copy(
         update={
             "routed_experts": _first_given(engine.routed_experts, replay),

@@ -157,22 +157,31 @@ async def _set_up(
         environment = environments["train", stream.split("/", 1)[1]][0]
         await environment.client.restore(stream, epoch, position)
     await fleet.wait_ready(config.ready_timeout_s)
-    version = facts.start_step - 1
-    if version == 0:
-        await fleet.label(0)  # the engines were started from the model that version 0 is
-        return state, 0
+    return state, await bring_live(config, run, fleet, trainer)
+
+
+async def bring_live(config: OrchestratorProcessConfig, run: RunDir, fleet: Fleet, trainer: PeerWatch) -> int:
+    """Have the engines hold the version that the attempt starts from, or a newer one; which it is.
+
+    Only engines of our own, at the first step, hold it already: they were started from the model that version
+    0 is. Engines of somebody else may hold anything, and may be paused.
+    """
+    version = config.facts.start_step - 1
+    if version == 0 and not config.foreign_engines:
+        await fleet.label(0)
+        return 0
     policy = Policy(config.model.name, -1)
     watcher = PolicyWatcher(
         run,
         policy,
         fleet,
-        last_version=facts.max_steps,
+        last_version=config.facts.max_steps,
         watch=trainer,
         before_pause=_nothing,
         on_live=lambda _: None,
     )
     await watcher.first(version)
-    return state, policy.version
+    return policy.version
 
 
 def load_state(config: OrchestratorProcessConfig, run: RunDir) -> State | None:
