@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 
 from moorage.env.client import EnvClient, RolloutCall
+from moorage.env.protocol import LEASE_S
 
 ROOT = Path(__file__).parents[2]
 ENVS = Path(__file__).parent / "envs"
@@ -30,7 +31,7 @@ from moorage.config.env import EnvServerConfig
 from moorage.core.errors import MoorageError
 from moorage.env.process import main
 try:
-    code = main(load_config(EnvServerConfig, Path(sys.argv[1])))
+    code = main(load_config(EnvServerConfig, Path(sys.argv[1])), lease_s=float(sys.argv[2]))
 except MoorageError as error:
     print(error, file=sys.stderr)
     code = 2
@@ -115,7 +116,12 @@ def server_config(
 
 @contextlib.contextmanager
 def env_server(
-    folder: Path, model_path: Path | str, *, timeout_s: float = 240.0, **fields: Any
+    folder: Path,
+    model_path: Path | str,
+    *,
+    timeout_s: float = 240.0,
+    lease_s: float = LEASE_S,
+    **fields: Any,
 ) -> Iterator[Server]:
     """A server of the do-nothing environment, ended (by force if need be) on the way out."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -126,7 +132,7 @@ def env_server(
     environ = {**os.environ, "MOORAGE_TOKEN": TOKEN, "PYTHONPATH": f"{ENVS}:{ROOT}", "OMP_NUM_THREADS": "1"}
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [sys.executable, "-c", _MAIN, str(path)], env=environ, stdout=out, stderr=out
+            [sys.executable, "-c", _MAIN, str(path), str(lease_s)], env=environ, stdout=out, stderr=out
         )
     try:
         yield Server(process, _wait_address(folder, process, log, timeout_s), folder, log, config)

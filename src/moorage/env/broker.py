@@ -66,6 +66,7 @@ class Broker:
         token: str,
         environment: Environment,
         nursery: Nursery | None = None,
+        lease_s: float = wire.LEASE_S,
     ) -> None:
         self._nursery = nursery or Nursery(config.model_path, config.renderer)
         self.config = config
@@ -76,6 +77,7 @@ class Broker:
         self.store_name = f"{config.source.name}.{node_name()}"
         self.store = Store(config, f"{config.split}/{self.store_name}", self.server_id, token)
         self.leases = Leases(config.run_id, config.attempt)
+        self.lease_s = lease_s
         self.counts = Counts()
         self.address = ""
         self.fatal: str | None = None
@@ -84,6 +86,8 @@ class Broker:
         self._busy: set[tuple[bytes, bytes]] = set()
         self._stream_thread = ThreadPoolExecutor(1, "streams")
         self._draining = False
+        self._changing = asyncio.Lock()
+        """Held while one attempt ends or follows another: nobody is let in until all is cleared away."""
         self._stop_wanted = asyncio.Event()
 
     # -- life
@@ -177,8 +181,7 @@ class Broker:
         """Answer what is left, end the workers, free what nobody owns."""
         self._draining = True
         reason = f"the env server is stopping: {self.fatal}" if self.fatal else "the env server is stopping"
-        for holder in {entry.holder for entry in self._runs.delivery.entries.values()}:
-            self._runs.drop(holder, "server_stopping", reason)
+        self._runs.drop_all("server_stopping", reason)
         self._runs.answer_cancels()
         await self._workers.stop()
         self._watching.cancel()
@@ -214,9 +217,7 @@ class Broker:
                 "refused", f"wrong token: it is not the secret of this run ({TOKEN_VARIABLE})"
             )
         holder = holder_of(request)
-        if isinstance(request, wire.Bye):
-            self.leases.check_bye(holder)
-        elif not isinstance(request, wire.Hello):
+        if not isinstance(request, wire.Hello | wire.Bye):
             self.leases.check(holder, time.monotonic())
         match request:
             case wire.Hello():
@@ -246,17 +247,14 @@ class Broker:
     async def _hello(self, holder: Holder, request: wire.Hello) -> msgspec.Struct:
         if request.version != wire.PROTOCOL_VERSION:
             raise _version_mismatch(request.version)
-        displaced = self.leases.hello(holder, time.monotonic())
-        for other in displaced:
-            log.info("%s takes over from %s", holder, other)
-            self._runs.drop(other.key, "cancelled", f"{holder} has taken over")
-            self._runs.delivery.forget_owned(other.key)
-        if displaced:
-            self.streams.close_all()
-            await self._runs.wait_over({other.key for other in displaced}, wire.CANCEL_S)
-            await self.store.discard_all("env_server", request.adopt)
-        was_ready = self.store.ready
-        await self.store.adopt(request.adopt)
+        async with self._changing:
+            before = self.leases.hello(holder, time.monotonic())
+            if before is not None:
+                log.info("%s takes over from %s", holder, before)
+                await self._clear(f"{holder} has taken over", "env_server", request.adopt)
+                await self.store.begin_account()
+            was_ready = self.store.ready
+            await self.store.adopt(request.adopt)
         if not was_ready:
             self.on_ready()
         return wire.HelloReply(
@@ -336,15 +334,23 @@ class Broker:
         self.fail(f"three workers died within a minute; the last: {message}")
 
     async def _bye(self, holder: Holder, request: wire.Bye) -> msgspec.Struct:
-        leaving = [h for h in self.leases.holders if (h.run_id, h.attempt) == (holder.run_id, holder.attempt)]
-        for other in leaving:
-            self._runs.drop(other.key, "cancelled", "the run has said bye")
-        await self._runs.wait_over({other.key for other in leaving}, wire.CANCEL_S)
-        for other in leaving:
-            self._runs.delivery.forget_owned(other.key)
-            self.leases.end(other)
-        await self.store.discard_all("shutdown", request.retain)
-        return wire.ByeReply(ledger=await self.store.ledger(fresh=True))
+        async with self._changing:
+            self.leases.bye(holder)
+            await self._clear("the run has said bye", "shutdown", request.retain)
+            return wire.ByeReply(ledger=await self.store.ledger(fresh=True))
+
+    async def _clear(self, why: str, by: str, spared: tuple[str, ...]) -> None:
+        """End all that the attempt before had here: runs, streams, and payloads but those `spared`.
+
+        Its leases are gone, so nothing is added. Waits for the stream calls under way, and at most `CANCEL_S`
+        for its runs to end.
+        """
+        holders = self._runs.drop_all("cancelled", why)
+        self._runs.delivery.forget_owned()
+        # behind the stream calls that wait there: one of them would open its stream again
+        await asyncio.get_running_loop().run_in_executor(self._stream_thread, self.streams.close_all)
+        await self._runs.wait_over(holders, wire.CANCEL_S)
+        await self.store.discard_all(by, spared)
 
     # -- answers
 
@@ -365,8 +371,8 @@ class Broker:
             now = time.monotonic()
             self._runs.tend(now)
             self._answers.tend({wire.routing_id(h.run_id, h.attempt, h.source) for h in self.leases.holders})
-            for holder in self.leases.expire(now):
-                log.warning("%s has been silent for %g s and loses its lease", holder, wire.LEASE_S)
+            for holder in self.leases.expire(now, self.lease_s):
+                log.warning("%s has been silent for %g s and loses its lease", holder, self.lease_s)
                 self._runs.drop(holder.key, "cancelled", "the lease was lost")
 
     def _on_disconnect(self, _: list[bytes]) -> None:

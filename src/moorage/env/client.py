@@ -6,7 +6,8 @@ delivers acks and cancels. Its identity is attempt + source, so that a reconnect
 - every call ends: with its result, with an `EnvServerError`, or with the caller's own cancellation;
 - an episode is returned only once the server said `owned`; from then on the caller releases its payloads;
 - for each run exactly one of `ack` or `cancel` is sent, whichever comes first;
-- a server that says nothing for `DEAD_S` is dead: every open call ends with an error naming it.
+- a server that says nothing for `DEAD_TICKS` ticks is dead: every open call ends with an error naming it;
+- after `bye` it takes no lease any more.
 
 An episode that became owned while its caller was being cancelled has nobody to go to: it is put into
 `abandoned`; whoever owns this client calls `take_abandoned` and releases their payloads.
@@ -107,6 +108,7 @@ class EnvClient:
         self._calls = Calls(address, self._identity, on_stray=self._on_stray, on_repeat=self._on_repeat)
         self._verdicts = Verdicts(self._calls, self._who, self._owner)
         self._alive: asyncio.Task[Any] | None = None
+        self._said_bye = False
 
     # -- life
 
@@ -142,6 +144,7 @@ class EnvClient:
 
     async def bye(self, retain: Iterable[str] = (), timeout_s: float = CALL_S) -> Ledger | None:
         """End the attempt on this server: it frees all but `retain`. Returns its final account."""
+        self._said_bye = True
         body = wire.Bye(**self._who, retain=tuple(retain))
         async with self._deadline(timeout_s, "bye"):
             reply = msgspec.msgpack.decode(await self._calls.ask(b"bye", body), type=wire.ByeReply)
@@ -301,6 +304,8 @@ class EnvClient:
         pings: set[asyncio.Task[Any]] = set()
         while True:
             await asyncio.sleep(TICK_S)
+            if self._said_bye:
+                continue
             since_ping += TICK_S
             self._calls.quiet_ticks += 1
             if self._calls.quiet_ticks >= DEAD_TICKS and self.dead is None:
@@ -317,7 +322,7 @@ class EnvClient:
         try:
             await self.ping()
         except EnvServerError as error:
-            if error.kind == "refused":
+            if error.kind == "refused" and not self._said_bye:
                 await self._renew(error)
 
     async def _renew(self, error: EnvServerError) -> None:

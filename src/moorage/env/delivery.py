@@ -185,10 +185,9 @@ class Delivery:
             instructions += self._end(request_id, kind, message)
         return instructions
 
-    def forget_owned(self, holder: str) -> None:
-        """Nothing that the holder acknowledged will be asked for again."""
-        for request_id in [i for i, owner in self._owned.items() if owner == holder]:
-            del self._owned[request_id]
+    def forget_owned(self) -> None:
+        """Nothing that was acknowledged so far will be asked for again."""
+        self._owned.clear()
 
     # -- rules
 

@@ -23,8 +23,9 @@ from moorage.core.parent import watch_parent
 from moorage.core.rundir import Heartbeat, RunDir, write_json_atomic
 from moorage.core.secret import TOKEN_VARIABLE
 from moorage.env.broker import Broker
-from moorage.env.environment import Environment, load_environment
+from moorage.env.environment import load_environment
 from moorage.env.nursery import Nursery
+from moorage.env.protocol import LEASE_S
 
 FDS_PER_RUN = 3
 """Both ends of a call to the interception server, and the engine's connection."""
@@ -32,8 +33,8 @@ FDS_FIXED = 256
 log = get_logger(__name__)
 
 
-def main(config: EnvServerConfig) -> int:
-    """`moorage env-server`: returns the exit code."""
+def main(config: EnvServerConfig, *, lease_s: float = LEASE_S) -> int:
+    """`moorage env-server`: returns the exit code. `lease_s`: a holder silent for so long loses its lease."""
     setup_logging(f"envs/{config.split}/{config.source.name}.{node_name()}")
     watch_parent()
     token = os.environ.get(TOKEN_VARIABLE)
@@ -47,7 +48,7 @@ def main(config: EnvServerConfig) -> int:
     environment = load_environment(config)
     settle_collector()
     logging.getLogger("verifiers").setLevel("WARNING")
-    return asyncio.run(serve(config, token, environment, nursery))
+    return asyncio.run(serve(Broker(config, token, environment, nursery, lease_s)))
 
 
 def make_room(max_concurrent: int) -> None:
@@ -62,9 +63,9 @@ def make_room(max_concurrent: int) -> None:
         )
 
 
-async def serve(config: EnvServerConfig, token: str, environment: Environment, nursery: Nursery) -> int:
+async def serve(broker: Broker) -> int:
     """Run one env server until it is told to stop. Returns the exit code."""
-    broker = Broker(config, token, environment, nursery)
+    config = broker.config
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda loop, context: _on_bug(broker, loop, context))
     for signum in (signal.SIGTERM, signal.SIGINT):

@@ -40,10 +40,6 @@ KINDS = (
     "deadline",
     "server_stopping",
 )
-INFRASTRUCTURE_KINDS = frozenset(
-    {"refused", "unknown_method", "bad_request", "worker_died", "server_stopping", "unreachable"}
-)
-"""Kinds that say nothing about the task or the policy."""
 REPLY = b"reply"
 ERROR = b"error"
 REQUEST_ID = re.compile(rb"[0-9A-Za-z_-]{1,64}")

@@ -143,6 +143,13 @@ class Runs:
         """The holder is gone: end what it has not acknowledged."""
         self._carry_out(self.delivery.drop(holder_key, kind, message))
 
+    def drop_all(self, kind: str, message: str) -> set[str]:
+        """Every holder is gone. Returns the keys of those whose requests were not over."""
+        holders = {entry.holder for entry in self.delivery.entries.values()}
+        for holder_key in holders:
+            self.drop(holder_key, kind, message)
+        return holders
+
     async def wait_over(self, holder_keys: Collection[str] | None, timeout_s: float) -> None:
         """Until no request of these holders (None: of anybody) is open, at most `timeout_s`."""
         entries = self.delivery.entries

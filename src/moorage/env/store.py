@@ -20,6 +20,7 @@ from moorage.core.errors import PayloadError
 from moorage.core.log import get_logger
 from moorage.payload.server import PayloadService
 from moorage.payload.spool import Spool, choose_spool_root
+from moorage.records.payload import Ledger
 
 MIB = 1 << 20
 WATCH_S = 0.5
@@ -52,6 +53,7 @@ class Store:
         # one thread: keeps discards in order, and is the parent the kernel knows of the service process
         self._thread = ThreadPoolExecutor(1, "store")
         self._ledger: tuple[float, dict[str, Any]] | None = None
+        self._account_start = Ledger()
         self._failure: Exception | None = None
 
     @property
@@ -129,12 +131,19 @@ class Store:
         assert self._spool is not None
         await self._call(self._spool.discard_all, holder, tuple(retain))
 
+    async def begin_account(self) -> None:
+        """From here on the account is another attempt's; what is outstanding now counts as kept by it."""
+        assert self._spool is not None
+        self._account_start = await self._call(self._spool.ledger)
+        self._ledger = None
+
     async def ledger(self, *, fresh: bool = False) -> dict[str, Any]:
-        """The account as plain data, at most a second old."""
+        """The account of the attempt that is served as plain data, at most a second old."""
         now = time.monotonic()
         if fresh or self._ledger is None or now - self._ledger[0] > LEDGER_AGE_S:
             assert self._spool is not None
-            self._ledger = (now, msgspec.to_builtins(await self._call(self._spool.ledger)))
+            total: Ledger = await self._call(self._spool.ledger)
+            self._ledger = (now, msgspec.to_builtins(total.since(self._account_start)))
         return self._ledger[1]
 
     async def stop(self) -> None:

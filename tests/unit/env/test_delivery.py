@@ -24,6 +24,7 @@ from hypothesis.stateful import (
 from moorage.core.errors import EnvServerError
 from moorage.env.delivery import Abort, Answer, Delivery, Discard, Send, State
 from moorage.env.leases import Holder, Leases
+from moorage.env.protocol import LEASE_S
 
 OPEN, ACKING, CANCELLED, OWNED, FAILED = "open", "acking", "cancelled", "owned", "failed"
 
@@ -107,12 +108,13 @@ class DeliveryMachine(RuleBasedStateMachine):
         self.errors: set[str] = set()
         self.worker: set[str] = set()
 
-    def start_client(self) -> None:
+    def start_client(self) -> Holder | None:
+        """A new attempt says hello; who was served before it."""
         self.client = Client(Holder("run", self.attempt, "train/a"))
         self.clients.append(self.client)
         self.to_server: deque = deque()
         self.to_client: deque = deque()
-        self.leases.hello(self.client.holder, 0.0)
+        return self.leases.hello(self.client.holder, 0.0)
 
     # -- the server's shell
 
@@ -315,23 +317,21 @@ class DeliveryMachine(RuleBasedStateMachine):
 
     @rule()
     def lease_is_lost(self) -> None:
-        holder = self.client.holder
-        if holder in self.leases.holders:
-            self.leases.end(holder)
+        for holder in self.leases.expire(LEASE_S):
             self.carry_out(self.delivery.drop(holder.key, "cancelled", "silent"))
 
     @precondition(lambda self: self.attempt < 4)
     @rule(adopt_all=st.booleans())
     def next_attempt_takes_over(self, adopt_all: bool) -> None:
-        """The old client is gone; what its batches name is adopted or not."""
+        """The old client is gone, its lease perhaps too; what its batches name is adopted or not."""
         adopted = {r for r, s in self.client.runs.items() if s == OWNED} if adopt_all else set()
         adopted -= self.client.released
         self.attempt += 1
-        old = self.client
-        self.start_client()
-        self.carry_out(self.delivery.drop(old.holder.key, "cancelled", "taken over"))
+        old = self.client.holder
+        assert self.start_client() == old
+        self.carry_out(self.delivery.drop(old.key, "cancelled", "taken over"))
         self.to_client.clear()  # answers to the old attempt: nobody is there
-        self.delivery.forget_owned(old.holder.key)
+        self.delivery.forget_owned()
         self.discard_old(adopted)
 
     def discard_old(self, adopted: set[str]) -> None:
