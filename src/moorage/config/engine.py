@@ -8,6 +8,8 @@ from pydantic import Field, model_validator
 
 from moorage.config.base import Config
 
+MAX_HEAD_K = 1024
+
 
 class InferenceConfig(Config):
     """One inference server (`replicas` of them), started by the launcher or found at `urls`."""
@@ -52,7 +54,7 @@ class InferenceConfig(Config):
     sampling_mask: bool | None = None
     """Return the kept set of truncated sampling. None: on when sampling is truncated."""
 
-    head_k: int | None = Field(default=None, ge=1, le=1024)
+    head_k: int | None = Field(default=None, ge=1, le=MAX_HEAD_K)
     """Return the top-k head of every sampled token. None: what the loss asks for."""
 
     num_threads: int = Field(default=1, ge=1)

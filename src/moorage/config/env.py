@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from moorage.config.base import Config
+
+MIN_TEMPERATURE = 0.01
 
 
 class SamplingConfig(Config):
     """How the policy is sampled. Unset fields fall back to the enclosing block's."""
 
     temperature: float = Field(default=1.0, ge=0, le=2)
-    """Divides the logits; the trainer divides by the same number."""
+    """Divides the logits; the trainer divides by the same number. 0 takes the likeliest token, for eval."""
 
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus truncation. Below 1 the kept set is recorded and needs top_k > 0."""
@@ -35,7 +37,15 @@ class SamplingConfig(Config):
     """Seed of every request; None draws fresh randomness. For debugging only."""
 
     extra_body: dict[str, Any] = Field(default_factory=dict)
-    """Further fields for the engine's sampling parameters, as they are."""
+    """Further fields for the engine's sampling parameters, as they are. Train sources: only what leaves the
+    distribution alone (`stop`, `ignore_eos` and the like)."""
+
+    @field_validator("temperature")
+    @classmethod
+    def _not_tiny(cls, value: float) -> float:
+        if 0 < value < MIN_TEMPERATURE:
+            raise ValueError(f"engines raise this to {MIN_TEMPERATURE}; set 0, or {MIN_TEMPERATURE} or more")
+        return value
 
     @property
     def truncated(self) -> bool:

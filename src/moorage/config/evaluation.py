@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from moorage.config.base import Config
 from moorage.config.engine import InferenceConfig
 from moorage.config.env import EvalSourceConfig, SamplingConfig
+from moorage.config.limits import dtype_conflicts, join_conflicts
 from moorage.config.model import ModelConfig
 
 
@@ -60,4 +61,17 @@ class EvaluationConfig(Config):
         names = [source.name for source in self.sources]
         if len(set(names)) != len(names):
             raise ValueError(f"two sources share a name ({names}); set `name`")
+        if conflicts := self._engine_conflicts():
+            raise ValueError(join_conflicts(conflicts))
         return self
+
+    def _engine_conflicts(self) -> list[str]:
+        engine = self.inference
+        found = []
+        if engine.urls:
+            found.append("inference.urls has no effect on an evaluation; name the engine with `endpoint`")
+        if engine.replicas > 1:
+            found.append("inference.replicas has no effect: an evaluation starts one engine; leave it out")
+        if self.endpoint is None:
+            found += dtype_conflicts(self.model.dtype if engine.dtype == "auto" else engine.dtype)
+        return found

@@ -24,6 +24,12 @@ def fill_sources(config: OrchestratorConfig) -> OrchestratorConfig:
     )
 
 
+def sources_by_split(run: OrchestratorConfig) -> list[tuple[str, SourceConfig]]:
+    """(split, source) of every environment, train first."""
+    train: list[tuple[str, SourceConfig]] = [("train", source) for source in run.train]
+    return [*train, *(("eval", source) for source in run.eval.sources)]
+
+
 def sampling_of(source: SourceConfig) -> SamplingConfig:
     """How a filled source is sampled."""
     assert source.sampling is not None, f"source {source.name!r} is not filled in"

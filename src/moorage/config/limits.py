@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from moorage.config.engine import InferenceConfig
-from moorage.config.env import SourceConfig
-from moorage.config.inherit import sampling_of
+from moorage.config.distribution import agent_refusals, body_refusals
+from moorage.config.engine import MAX_HEAD_K, InferenceConfig
+from moorage.config.inherit import sampling_of, sources_by_split
 
 if TYPE_CHECKING:
     from moorage.config.run import RunConfig
@@ -62,10 +62,9 @@ def engine_conflicts(engine: InferenceConfig, *, is_moe: bool) -> list[str]:
     found = []
     if engine.routed_experts and not is_moe:
         found.append("inference.routed_experts is on, but the model has no experts; leave it out")
+    found += dtype_conflicts(engine.dtype)
     if engine.backend == "builtin":
         return found + _builtin_conflicts(engine)
-    if engine.dtype not in ("auto", "float32", "bfloat16", "float16"):
-        found.append(f"vLLM has no dtype {engine.dtype}; set inference.dtype")
     if engine.device not in ("auto", "cpu", "cuda"):
         found.append(f"inference.device {engine.device!r} has no effect on vLLM; set CUDA_VISIBLE_DEVICES")
     if engine.num_threads != 1:
@@ -79,6 +78,16 @@ def engine_conflicts(engine: InferenceConfig, *, is_moe: bool) -> list[str]:
     if engine.routed_experts and not engine.enable_prefix_caching:
         found.append("vLLM returns routed experts only with inference.enable_prefix_caching on")
     return found + _argument_conflicts(engine)
+
+
+def dtype_conflicts(dtype: str) -> list[str]:
+    """What is wrong with an engine's dtype, once `auto` has become `model.dtype`."""
+    if dtype in ("auto", "float32", "bfloat16", "float16"):
+        return []
+    return [
+        f"no engine computes in {dtype}, which inference.dtype takes from model.dtype; set "
+        "inference.dtype = 'float32'"
+    ]
 
 
 def _builtin_conflicts(engine: InferenceConfig) -> list[str]:
@@ -116,44 +125,59 @@ def _argument_conflicts(engine: InferenceConfig) -> list[str]:
 
 
 def run_conflicts(run: RunConfig, engine: InferenceConfig, *, replay: bool, is_moe: bool) -> list[str]:
-    """What is wrong between a run's sampling, its trainer and its (resolved) engine. The sources are filled."""
+    """What is wrong between a run's (filled) sources, its trainer and its (resolved) engine."""
     found = engine_conflicts(engine, is_moe=is_moe)
     if replay and not is_moe:
         found.append("trainer.router_replay is on, but the model has no experts; leave it out")
     elif replay and not engine.routed_experts:
         found.append("trainer.router_replay needs inference.routed_experts, which is off; leave it out")
-    wanted = int(run.trainer.loss.get("head_k", 0))
-    if wanted > (engine.head_k or 0):
+    wanted = loss_head_k(run)
+    if not 0 <= wanted <= MAX_HEAD_K:
+        found.append(f"trainer.loss.head_k is {wanted}, which is not within 0 and {MAX_HEAD_K}")
+    elif wanted > (engine.head_k or 0):
         found.append(
             f"trainer.loss.head_k is {wanted}, but inference.head_k only {engine.head_k}; leave it out"
         )
-    return found + _sampling_conflicts(run, engine)
+    return found + _train_conflicts(run, engine) + _vllm_conflicts(run, engine)
 
 
-def _sampling_conflicts(run: RunConfig, engine: InferenceConfig) -> list[str]:
+def loss_head_k(run: RunConfig) -> int:
+    """Size of the top-k head that the loss asks for, 0 for none. Raises ValueError when it is no number."""
+    head_k = run.trainer.loss.get("head_k", 0)
+    if isinstance(head_k, bool) or not isinstance(head_k, int):
+        raise ValueError(f"trainer.loss.head_k is {head_k!r}; it is a number of tokens")
+    return head_k
+
+
+def _train_conflicts(run: RunConfig, engine: InferenceConfig) -> list[str]:
     found = []
-    sources: list[tuple[str, SourceConfig]] = [("train", each) for each in run.orchestrator.train]
-    sources += [("eval", each) for each in run.orchestrator.eval.sources]
-    for split, source in sources:
+    for source in run.orchestrator.train:
         sampling = sampling_of(source)
-        where = f"sampling of {split} source {source.name!r}"
-        if split == "train" and sampling.truncated and not engine.sampling_mask:
-            found.append(
-                f"{where} is truncated, but inference.sampling_mask is off: log-probabilities of the engine "
+        reasons = body_refusals(sampling.extra_body) + agent_refusals(source.env, run.model.name)
+        if sampling.temperature == 0:
+            reasons.append(
+                "sampling.temperature is 0: a greedy token has no probability to train with; set it above 0 "
+                "(1 samples from the model as it is)"
+            )
+        if sampling.truncated and not engine.sampling_mask:
+            reasons.append(
+                "sampling is truncated, but inference.sampling_mask is off: log-probabilities of the engine "
                 "and the trainer could not be compared; leave inference.sampling_mask out"
             )
-        if engine.backend != "vllm":
-            continue
-        if 0 < sampling.temperature < 0.01:
-            found.append(
-                f"{where}: vLLM raises temperature {sampling.temperature} to 0.01; set 0 or more than 0.01"
-            )
-        if engine.sampling_mask and (sampling.top_k == 0 or sampling.temperature == 0):
-            found.append(
-                f"{where}: with sampling masks vLLM refuses every request without top_k > 0 and "
-                f"temperature > 0 (top_k is {sampling.top_k}, temperature {sampling.temperature:g})"
-            )
+        found += [f"train source {source.name!r}: {reason}" for reason in reasons]
     return found
+
+
+def _vllm_conflicts(run: RunConfig, engine: InferenceConfig) -> list[str]:
+    if engine.backend != "vllm" or not engine.sampling_mask:
+        return []
+    return [
+        f"sampling of {split} source {source.name!r}: with sampling masks vLLM refuses every request without "
+        f"top_k > 0 and temperature > 0 (top_k is {sampling.top_k}, temperature {sampling.temperature:g})"
+        for split, source in sources_by_split(run.orchestrator)
+        for sampling in [sampling_of(source)]
+        if sampling.top_k == 0 or sampling.temperature == 0
+    ]
 
 
 def join_conflicts(conflicts: Iterable[str]) -> str:

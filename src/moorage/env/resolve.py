@@ -1,7 +1,8 @@
 """An env block of a run file becomes verifiers' own configuration.
 
 Owns: taking `taskset.shuffle` out (verifiers' configs forbid it), the rule for agents that name no runtime,
-the check that tasks survive the wire, and loading environments from the resolved data.
+the checks that tasks survive the wire and that agents which train sample as their source does, and loading
+environments from the resolved data.
 
 Promises: whatever verifiers accepts is accepted; what cannot work here is a ConfigError that says what to
 write. Resolved data is plain (JSON types), so it crosses processes; `load_env` and `load_taskset` read it.
@@ -21,6 +22,7 @@ from verifiers.v1.runtimes import SubprocessConfig
 from verifiers.v1.utils import loaders
 
 from moorage.config.base import explain
+from moorage.config.distribution import agent_refusals
 from moorage.core.errors import ConfigError
 
 _GROUPS = ("tasksets", "harnesses", "envs", "judges")
@@ -45,7 +47,10 @@ def resolve_env(env: dict[str, Any], split: str) -> tuple[dict[str, Any], int | 
     config = _narrow(block)
     taskset = loaders.load_taskset(config.taskset)
     _check_wire(taskset)
-    return _plain(config), _shuffle_seed(shuffle, taskset, split)
+    data = _plain(config)
+    if split == "train":
+        _check_sampling(config, data)
+    return data, _shuffle_seed(shuffle, taskset, split)
 
 
 def load_env(data: dict[str, Any]) -> vf.Env:
@@ -148,6 +153,13 @@ def _choose_interception(block: dict[str, Any], config: vf.EnvConfig) -> None:
     local = all(isinstance(a.runtime, SubprocessConfig) for a in agent_config_fields(config).values())
     if local and "interception" not in config.model_fields_set:
         block["interception"] = {"type": "server"}
+
+
+def _check_sampling(config: vf.EnvConfig, data: dict[str, Any]) -> None:
+    """Refuse sampling of an agent's own, the block's or the environment class's, that training would miss."""
+    refusals = agent_refusals({name: data[name] for name in agent_config_fields(config)})
+    if refusals:
+        raise ConfigError("; ".join(refusals))
 
 
 def _check_wire(taskset: vf.Taskset) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -78,8 +79,39 @@ def test_a_source_with_an_address_gets_no_server() -> None:
         ({"orchestrator": {"train": [SOURCE], "max_inflight": 2}}, "below the group size"),
         ({"trainer": {"num_ranks": 3, "replicate": 2}}, "does not divide"),
         ({"orchestrator": {"train": [{"env": {}}]}}, "taskset.id"),
+        ({"orchestrator": {"train": [SOURCE], "sampling": {"temperature": 0.005}}}, "raise this to 0.01"),
     ],
 )
 def test_settings_that_exclude_each_other_are_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         make_run(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": {"path": "m", "dtype": "float64"}}, "computes in float64.* set inference.dtype"),
+        ({"trainer": {"loss": {"head_k": 2000}}}, "head_k is 2000, which is not within 0 and 1024"),
+        ({"trainer": {"loss": {"head_k": -1}}}, "head_k is -1"),
+        ({"trainer": {"loss": {"head_k": "many"}}}, "head_k is 'many'; it is a number"),
+    ],
+)
+def test_what_a_process_would_refuse_is_refused_before_it_starts(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        derived(**changes)
+
+
+def test_a_float64_trainer_with_an_engine_of_its_own_dtype_is_fine() -> None:
+    config = derived(model={"path": "m", "dtype": "float64"}, inference={"dtype": "float32"})
+    assert (config.inference[0].inference.dtype, config.trainer.model.dtype) == ("float32", "float64")
+
+
+def test_every_process_reads_the_config_that_was_derived_for_it() -> None:
+    config = derived(
+        is_moe=True,
+        inference={"replicas": 2},
+        orchestrator={"train": [SOURCE], "eval": {"sources": [SOURCE]}, "sampling": {"top_k": 9}},
+        trainer={"optimizer": {"betas": (0.8, 0.9)}},
+    )
+    for each in (*config.inference, *config.env_servers, config.orchestrator, config.trainer):
+        assert make_config(type(each), json.loads(json.dumps(each.model_dump(mode="json")))) == each

@@ -19,11 +19,13 @@ def resolve(split: str = "train", **block: Any):
 
 
 def test_resolved_data_is_plain_and_loads_elsewhere() -> None:
-    data, _ = resolve(taskset={**REVERSE, "num_tasks": 3}, agent={"max_turns": 2, "sampling": {"top_p": 0.5}})
+    data, _ = resolve(
+        taskset={**REVERSE, "num_tasks": 3}, agent={"max_turns": 2, "sampling": {"max_tokens": 5}}
+    )
     again = json.loads(json.dumps(data))
     env = load_env(again)
     assert env.config.agent.max_turns == 2  # type: ignore[attr-defined]
-    assert env.config.agent.sampling.model_dump(exclude_unset=True) == {"top_p": 0.5}  # type: ignore[attr-defined]
+    assert env.config.agent.sampling.model_dump(exclude_unset=True) == {"max_tokens": 5}  # type: ignore[attr-defined]
     assert len(list(load_taskset(again))) == 3
 
 
@@ -115,6 +117,32 @@ def test_a_taskset_may_name_the_harness_of_agents_that_name_none() -> None:
 def test_what_verifiers_refuses_is_a_config_error_that_helps(block: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve(**block)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "words"),
+    [
+        (
+            {"temperature": 0.3},
+            r"env.agent.sampling.temperature .*set `temperature` in the source's sampling",
+        ),
+        ({"extra_body": {"top_k": 4}}, r"env.agent.sampling.top_k "),
+        ({"min_tokens": 4, "max_tokens": 9}, r"env.agent.sampling.min_tokens may change the distribution"),
+    ],
+)
+def test_an_agent_that_trains_samples_as_its_source_does(sampling: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        resolve(agent={"sampling": sampling})
+    assert resolve("eval", agent={"sampling": sampling})[0]["agent"]["sampling"]
+    elsewhere = {"sampling": sampling, "client": {"type": "eval", "base_url": "http://judge/v1"}}
+    assert resolve(agent=elsewhere)[0]["agent"]["sampling"], "who plays elsewhere never trains"
+
+
+def test_sampling_that_an_environment_class_brings_along_counts_as_well() -> None:
+    block = {"id": "opinionated", "taskset": REVERSE}
+    with pytest.raises(ConfigError, match=r"env.agent.sampling.top_p would change what is sampled"):
+        resolve_env(block, "train")
+    assert resolve_env(block, "eval")[0]["agent"]["sampling"] == {"top_p": 0.5}
 
 
 def test_task_data_that_does_not_survive_the_wire_is_refused_by_field() -> None:
