@@ -133,6 +133,22 @@ def test_a_group_is_scored_together_and_returned_whole(server: Server) -> None:
     with_client(server, groups)
 
 
+@pytest.mark.parametrize(
+    ("action", "message"),
+    [
+        ("late", r"TimeoutError: the judge took too long$"),
+        ("stray", r"CancelledError$"),
+        ("crash", r"LookupError: no agent for do$"),
+    ],
+)
+def test_what_goes_wrong_in_a_group_is_said_in_the_environments_own_words(
+    server: Server, action: str, message: str
+) -> None:
+    with pytest.raises(EnvServerError, match=f"^{message}") as caught:
+        with_client(server, lambda client: client.run_group(call(action), 3))
+    assert caught.value.kind == "task_error"
+
+
 def test_an_environment_that_raises_is_an_ordinary_result_that_is_not_ok(server: Server) -> None:
     episode = with_client(server, lambda client: client.run_rollout(call("raise")))
     assert not episode.ok

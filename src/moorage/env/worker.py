@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -109,27 +110,51 @@ class Worker:
         self, request_id: bytes, method: bytes, deadline_s: float, body: bytes
     ) -> bytes | EnvServerError:
         """The reply's body, or the error that stands for it: every ending of a run is one of both."""
+        limit = asyncio.timeout(deadline_s)
         try:
             request = decode_request(method, body)
             assert isinstance(request, RunRollout)
-            async with asyncio.timeout(deadline_s):
+            async with limit:
                 n = request.n if isinstance(request, RunGroup) else None
                 return await self.runner.run(request_id.decode(), request, n, deadline_s)
-        except asyncio.CancelledError:
-            return EnvServerError("cancelled", "the run was cancelled")
-        except TimeoutError:
-            return EnvServerError("deadline", f"the run did not end within {deadline_s:g} s (deadline_s)")
-        except EnvServerError as error:
-            return error
-        except Exception as error:
-            log.warning("run %s failed", request_id.decode(), exc_info=True)
-            return EnvServerError("task_error", f"{type(error).__name__}: {error}")
+        except (Exception, asyncio.CancelledError) as error:
+            if limit.expired():  # whatever the run made of being stopped
+                return EnvServerError("deadline", f"the run did not end within {deadline_s:g} s (deadline_s)")
+            if isinstance(error, asyncio.CancelledError) and _is_cancelled():
+                return EnvServerError("cancelled", "the run was cancelled")
+            if not isinstance(error, EnvServerError):
+                log.warning("run %s failed", request_id.decode(), exc_info=True)
+            return _explain(error)
 
     async def _beat(self) -> None:
         assert self.channel is not None
         while True:
             self.channel.send(Kind.BEAT)
             await asyncio.sleep(BEAT_S)
+
+
+def _is_cancelled() -> bool:
+    """Whether the run's task was told to end; a cancellation of the environment's own is its error."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _explain(error: BaseException) -> EnvServerError:
+    """What the environment's own code raised, without the groups that our tasks wrap it in."""
+    leaves = list(_leaves(error))
+    ours = [leaf for leaf in leaves if isinstance(leaf, EnvServerError)]
+    if ours:
+        return ours[0]
+    texts = dict.fromkeys(f"{type(leaf).__name__}: {leaf}".removesuffix(": ") for leaf in leaves)
+    return EnvServerError("task_error", "; ".join(texts))
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for each in error.exceptions:
+            yield from _leaves(each)
+    else:
+        yield error
 
 
 async def _serve(sock: socket.socket) -> None:

@@ -1,7 +1,9 @@
 """An environment whose episodes do what their task says, without any model call.
 
 `action`: `nothing`; `sleep` for `seconds`; `spin` (a busy loop that never yields) for `seconds`; `raise`;
-`exit` (the worker process ends); `deaf` (sleeps, refuses to be cancelled); `talk` (one call to the policy).
+`exit` (the worker process ends); `deaf` (sleeps, refuses to be cancelled); `talk` (one call to the policy);
+`crash` (the episode fails outside of what verifiers records); `swap` (it answers for another task). Groups:
+`raise`, `late` and `stray` (scoring raises an error, a TimeoutError, a CancelledError).
 Loaded by its plain name: put this folder on PYTHONPATH.
 """
 
@@ -111,8 +113,19 @@ class DoNothingEnv(vf.Env[DoNothingEnvConfig]):
     async def run(self, task: vf.Task, agents) -> None:
         await agents.agent.run(task)
 
+    async def run_episode(self, task: vf.Task, *args, **kwargs) -> vf.Episode:
+        if task.data.action == "crash":
+            raise LookupError(f"no agent for {task.data.prompt}")
+        if task.data.action == "swap":
+            task = DoNothingTask(DoNothingData(prompt="another task"), task.config)
+        return await super().run_episode(task, *args, **kwargs)
+
     async def score_group(self, task: vf.Task, episodes: list[vf.Episode]) -> None:
         if task.data.action == "raise":
             raise ValueError("this group cannot be scored")
+        if task.data.action == "late":
+            raise TimeoutError("the judge took too long")
+        if task.data.action == "stray":
+            raise asyncio.CancelledError
         for place, episode in enumerate(episodes):
             episode.traces[0].record_reward("place", float(place))
