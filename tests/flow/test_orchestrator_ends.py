@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from moorage.core.errors import ConfigError
 from moorage.core.net import find_free_port
 from moorage.core.rundir import write_json_atomic
 from moorage.exchange.batches import read_checkpoint_state
@@ -78,6 +79,21 @@ def test_nothing_left_to_do_is_a_good_end(tmp_path):
     started = time.monotonic()
     assert main(make_process_config(tmp_path, 3, start_step=4)) == 0
     assert time.monotonic() - started < 5
+
+
+def test_engines_that_send_no_kept_sets_end_a_run_that_samples_truncated(tmp_path):
+    async def scenario():
+        store = ScriptedStore()
+        config = make_process_config(tmp_path, 1, sampling={"top_k": 5})
+        orchestrator = make_orchestrator(config, ScriptedEnv(store, reply_after(store)))
+        try:
+            async with asyncio.timeout(30):
+                await orchestrator.run(asyncio.Event())
+        finally:
+            orchestrator.parts.monitor.close()
+
+    with pytest.raises(ConfigError, match=r"source `script` came without kept sets"):
+        asyncio.run(scenario())
 
 
 def test_an_engine_that_does_not_come_up_ends_the_process_after_the_time_that_was_set(tmp_path):

@@ -52,7 +52,8 @@ def make_sink(
         algorithm = resolve_algorithm(source.algorithm)
         if state is not None and name in state.algorithms:
             algorithm.restore(state.algorithms[name])
-        settings[name] = TrainSettings(algorithm, source.sampling.temperature, source.group_size)
+        sampling = source.sampling
+        settings[name] = TrainSettings(algorithm, sampling.temperature, source.group_size, sampling.truncated)
     block = config.orchestrator
     limits = SinkLimits(
         seq_len=config.facts.seq_len,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from moorage.core.errors import ConfigError
 from moorage.orchestrator.credit import NodeCredit
 from moorage.records.packing import cut_sample
 from moorage.records.payload import BranchPayload, NodeSpan, PayloadSlice, TracePayload
@@ -47,6 +48,24 @@ def make_samples(
         if cut.spans:
             samples.append(cut)
     return samples
+
+
+def check_arrays(sample: TrainSample, *, routing: bool, kept_sets: bool) -> None:
+    """Refuse a sample without the arrays that its training needs: rows of a replayed router, kept sets of
+    truncated sampling. Raises ConfigError with the remedy."""
+    where = f"trace {sample.trace_id} of source `{sample.env}` came without"
+    if routing and sample.payload.routing is None:
+        raise ConfigError(
+            f"trainer.router_replay is on, but {where} routing rows: set inference.routed_experts = true on "
+            "every engine, or trainer.router_replay = false"
+        )
+    learns_from_samples = any(span.rl for span in sample.spans)
+    if kept_sets and learns_from_samples and "sampling_counts" not in sample.payload.fields:
+        raise ConfigError(
+            f"sampling is truncated, but {where} kept sets: the trainer could not compare log-probabilities; "
+            "set inference.sampling_mask = true on every engine, or take top_k, top_p and min_p out of the "
+            "source's sampling"
+        )
 
 
 def make_slice(payload: TracePayload, branch: BranchPayload) -> PayloadSlice:

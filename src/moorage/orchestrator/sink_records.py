@@ -16,11 +16,12 @@ from moorage.records.sample import TrainSample
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """How one source's traces become samples."""
+    """How one source's traces become samples. `truncated`: they were drawn from less than the vocabulary."""
 
     algorithm: Algorithm
     temperature: float
     group_size: int
+    truncated: bool = False
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from moorage.core.errors import ConfigError
 from moorage.orchestrator.algorithms.base import ScoredGroup
 from moorage.orchestrator.barren import Barren
 from moorage.orchestrator.credit import CreditTable, is_flat, read_advantage
@@ -31,7 +30,7 @@ from moorage.orchestrator.holdings import Holdings
 from moorage.orchestrator.metrics import TrainMarks
 from moorage.orchestrator.outcomes import DROP_REASONS, Outcomes
 from moorage.orchestrator.payloads import oldest_version, span_of
-from moorage.orchestrator.samples import make_samples, prune_zero
+from moorage.orchestrator.samples import check_arrays, make_samples, prune_zero
 from moorage.orchestrator.sink_records import Batch, Fate, Pending, Scored, SinkLimits, TrainSettings, Window
 from moorage.orchestrator.survivors import check_payloads, is_candidate, survives
 from moorage.orchestrator.trace_queue import TraceQueue
@@ -194,22 +193,17 @@ class TrainSink:
         self._queue.put(scored)
 
     def _make_samples(self, event: Arrived, trace_id: str, payload: TracePayload) -> list[TrainSample]:
+        settings = self.settings[event.group.source]
         samples = make_samples(
             payload,
             self._credit.of(trace_id),
             env=event.group.source,
             trace_id=trace_id,
-            temperature=self.settings[event.group.source].temperature,
+            temperature=settings.temperature,
             seq_len=self.limits.seq_len,
         )
-        if self.limits.require_routing:
-            for sample in samples:
-                if sample.payload.routing is None:
-                    raise ConfigError(
-                        f"trainer.router_replay is on, but trace {trace_id} of source `{event.group.source}` "
-                        "came without routing rows: set inference.routed_experts = true on every engine, or "
-                        "trainer.router_replay = false"
-                    )
+        for sample in samples:
+            check_arrays(sample, routing=self.limits.require_routing, kept_sets=settings.truncated)
         return samples
 
     # -- batches

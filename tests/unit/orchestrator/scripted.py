@@ -97,6 +97,7 @@ class Says:
     versions: tuple[int, int] | None = (0, 0)
     error: str = "TaskError"
     routing: tuple[int, int] | None = None
+    kept_sets: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
     stop: str | None = "agent_completed"
 
@@ -152,7 +153,8 @@ def make_payload(says: Says, store: ScriptedStore, *, keep: bool = True) -> Trac
                     id=store.keep(),
                     num_tokens=total,
                     num_trainable=says.completion_tokens,
-                    fields=("token_ids", "loss_mask", "logprobs"),
+                    fields=("token_ids", "loss_mask", "logprobs")
+                    + (("sampling_counts", "sampling_ids") if says.kept_sets else ()),
                     routing=says.routing,
                     nbytes=100,
                     versions=says.versions,

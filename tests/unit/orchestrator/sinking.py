@@ -21,14 +21,16 @@ from tests.unit.orchestrator.test_groups import make_group
 class Bench:
     """The sink and its surroundings. Use inside a running loop."""
 
-    def __init__(self, *, group_size: int = 2, algorithm: Any = None, **limits: Any) -> None:
+    def __init__(
+        self, *, group_size: int = 2, algorithm: Any = None, truncated: bool = False, **limits: Any
+    ) -> None:
         self.store = ScriptedStore()
         self.holdings = Holdings(self.store)
         self.outcomes = Outcomes()
         self.settled: list[str] = []
         self.group_size = group_size
         defaults = {"seq_len": 64, "max_off_policy": 8, "batch_traces": 4, "drop": DropConfig()}
-        settings = TrainSettings(algorithm or Grpo(), 1.0, group_size)
+        settings = TrainSettings(algorithm or Grpo(), 1.0, group_size, truncated)
         self.sink = TrainSink(
             {"math": settings, "code": settings},
             SinkLimits(**{**defaults, **limits}),

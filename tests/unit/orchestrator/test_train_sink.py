@@ -348,6 +348,16 @@ def test_missing_routing_rows_stop_a_run_that_replays_them():
     asyncio.run(scenario())
 
 
+def test_truncated_samples_without_their_kept_sets_stop_the_run():
+    async def scenario():
+        bench = Bench(truncated=True)
+        await bench.whole([1.0, 0.0], kept_sets=True)
+        with pytest.raises(ConfigError, match=r"came without kept sets.*inference\.sampling_mask = true"):
+            await bench.whole([1.0, 0.0])
+
+    asyncio.run(scenario())
+
+
 def test_a_run_that_produces_nothing_raises_with_the_last_error():
     async def scenario():
         bench = Bench(group_size=4)
