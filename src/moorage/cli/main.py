@@ -9,8 +9,9 @@ Promises:
 from __future__ import annotations
 
 import importlib
-import os
 import sys
+
+from moorage.core.terminal import mute, say
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "rl": ("moorage.cli.rl", "a whole reinforcement learning run on this machine"),
@@ -51,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        mute(sys.stdout)
         return 1
 
 
@@ -70,7 +71,7 @@ def _usage() -> str:
 
 
 def _fail(message: str, code: int) -> int:
-    print(f"moorage: error: {' '.join(message.split())}", file=sys.stderr)
+    say(f"moorage: error: {' '.join(message.split())}", sys.stderr)
     return code
 
 

@@ -1,6 +1,7 @@
 """What a person sees while a run goes on: a small panel in a terminal, plain lines elsewhere.
 
-It reads the metrics files that the processes write, and nothing else; it never stops a run.
+It reads the metrics files that the processes write, and nothing else; it never stops a run: when the terminal
+or the pipe is closed, it is silent from then on.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from moorage.core.rundir import RunDir
+from moorage.core.terminal import reader_may_leave, say
 
 BARS = "▁▂▃▄▅▆▇█"
 CURVE_WIDTH = 40
@@ -96,7 +98,7 @@ class PlainDisplay:
             self.say(_line(picture, step))
 
     def say(self, text: str) -> None:
-        print(text, file=self.out, flush=True)
+        say(text, self.out)
 
     def close(self) -> None:
         pass
@@ -110,13 +112,16 @@ class LiveDisplay:
         from rich.live import Live
 
         self.title = title
+        self.out = out
         self.console = Console(file=out)
         self.live = Live(console=self.console, refresh_per_second=4, transient=False, auto_refresh=False)
-        self.live.start()
+        with reader_may_leave(out):
+            self.live.start()
 
     def show(self, picture: Picture, new_steps: list[int]) -> None:
         del new_steps
-        self.live.update(self._panel(picture), refresh=True)
+        with reader_may_leave(self.out):
+            self.live.update(self._panel(picture), refresh=True)
 
     def _panel(self, picture: Picture) -> Any:
         from rich.panel import Panel
@@ -138,10 +143,12 @@ class LiveDisplay:
         return Panel(table, title=f"moorage  {self.title}", title_align="left", expand=False)
 
     def say(self, text: str) -> None:
-        self.live.console.print(text, markup=False, highlight=False)
+        with reader_may_leave(self.out):
+            self.live.console.print(text, markup=False, highlight=False)
 
     def close(self) -> None:
-        self.live.stop()
+        with reader_may_leave(self.out):
+            self.live.stop()
 
 
 class Progress:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import pty
 from pathlib import Path
 
@@ -80,6 +81,33 @@ def test_a_terminal_gets_a_panel(tmp_path: Path) -> None:
         text = seen.read(65536).decode()
     for words in ("moorage  job", "1 of 4", "0.500", "tokens/s", "a message"):
         assert words in text
+
+
+def test_a_closed_terminal_stops_nothing(tmp_path: Path) -> None:
+    leader, follower = pty.openpty()
+    with open(follower, "w") as terminal:
+        run, display = RunDir(tmp_path), make_display("job", terminal)
+        progress = Progress(run, 4, display)
+        display.say("somebody reads this")
+        os.close(leader)
+        write(run, "trainer", '{"step": 1, "time": 1.0}\n')
+        progress.update()
+        display.say("nobody reads this")
+        display.close()
+    assert progress.picture.step == 1
+
+
+def test_a_closed_pipe_stops_nothing(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as out:
+        run = RunDir(tmp_path)
+        progress = Progress(run, 4, make_display("job", out))
+        write(run, "trainer", '{"step": 1, "time": 1.0}\n')
+        progress.update()
+        progress.display.say("nobody reads this")
+        progress.display.close()
+    assert progress.picture.step == 1
 
 
 @pytest.mark.parametrize(
