@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from moorage.core.rundir import ready_steps
+from moorage.records.sample import Span, TrainSample
 from moorage.trainer.starter import make_model_folder
 from tests.support.training import STORE, SyntheticRun
 
@@ -85,6 +87,32 @@ def test_a_lost_payload_drops_its_micro_batch_and_an_empty_step_ends_the_run(
     assert "payload.retain" in log
     assert "Traceback" not in log
     assert ledger.outstanding == 0
+
+
+@pytest.mark.timeout(200)
+def test_a_gradient_that_is_no_number_stops_every_rank_before_it_is_applied_or_published(
+    tmp_path: Path, dense_model: Path
+) -> None:
+    with SyntheticRun(tmp_path, num_ranks=2) as run:
+        run.write_step(1)
+        first, *rest = run.make_samples(8)
+        # Finite, as a batch may hold it, and on one rank only; the gradient is not.
+        huge = Span(0, first.payload.num_tokens, advantage=3e38)
+        run.write_samples(2, [TrainSample(first.payload, (huge,), env="synthetic", versions=(0, 0)), *rest])
+        run.write_step(3)
+        trainer = run.start_trainer(run.config(dense_model, 3, checkpoint__interval=1))
+        assert trainer.wait(START_S) == 1
+        log = run.log_text()
+        assert log.count("step 2: the loss is") == 1, log
+        assert re.search(r"TrainingError: step 2: the loss is \S+ and the gradient norm (inf|nan);", log)
+        assert "step 2: the loss or the gradient is not finite, as the main rank says" in log
+        assert [row["step"] for row in run.metrics()] == [1]
+        assert ready_steps(run.run.weights) == [0, 1]
+        tensors = AutoModelForCausalLM.from_pretrained(run.run.weight(1)).state_dict().values()
+        assert all(torch.isfinite(tensor).all() for tensor in tensors)
+        assert (run.run.checkpoint(1, "trainer") / "READY").exists()
+        assert not run.run.checkpoint(2, "trainer").exists()
+        assert _ledger(run).outstanding == 0
 
 
 def test_missing_routing_rows_stop_the_first_batch_and_name_the_setting(

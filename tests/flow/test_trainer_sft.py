@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.training import process_env
@@ -38,3 +39,13 @@ def test_a_starter_model_is_made_warmed_up_and_saved_whole(tmp_path: Path) -> No
     assert again.returncode != 0
     assert "already holds a model" in again.stderr
     assert "Traceback" not in again.stderr
+
+
+@pytest.mark.slow
+def test_a_gradient_that_is_no_number_ends_the_warm_up_and_saves_nothing(tmp_path: Path) -> None:
+    done = _sft(tmp_path, "--init.architecture", "qwen3", "--optimizer.lr", "1e38")
+    assert done.returncode == 1, done.stderr[-3000:]
+    assert re.search(r"TrainingError: step 2: the loss is \S+ and the gradient norm (inf|nan);", done.stderr)
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob(".out*"))

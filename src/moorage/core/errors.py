@@ -4,6 +4,7 @@ One class for each boundary that can fail, so that a reader of a traceback knows
 
 - `ConfigError`: a person wrote something that cannot work; the message names the value and the remedy.
 - `EngineError`, `EnvServerError`, `PayloadError`, `ExchangeError`: the outside thing of that name failed.
+- `TrainingError`: training cannot go on: a loss or a gradient is no number.
 - `RunEnded`: a peer is dead or wrote `END.json`; whoever waits for it stops.
 
 Everything else that is raised is a bug of ours and crashes the process that has it.
@@ -55,6 +56,10 @@ class PayloadError(MoorageError):
 
 class ExchangeError(MoorageError):
     """A batch or a weight version in the run folder is missing, torn or does not fit."""
+
+
+class TrainingError(MoorageError):
+    """The model cannot be trained further. The message names the step, the values and what to try."""
 
 
 class RunEnded(MoorageError):

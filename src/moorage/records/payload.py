@@ -29,9 +29,9 @@ class BranchPayload(msgspec.Struct, frozen=True):
     """One kept branch, as written into `trace.info["moorage_payload"]["branches"]`.
 
     `branch`: index into the trace's branches. `num_tokens`: T of the blob. `num_trainable`: tokens this
-    branch trains. `fields`: names of the arrays in the blob. `routing`: (hidden layers, k) of
-    routed experts, or None. `versions`: oldest and newest policy version of its sampled tokens, None when the engine named
-    none.
+    branch trains. `fields`: names of the arrays in the blob. `routing`: (hidden layers, k) of routed
+    experts, or None. `versions`: oldest and newest policy version of its sampled tokens, None when the
+    engine named none.
     """
 
     branch: int

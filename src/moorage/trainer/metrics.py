@@ -2,11 +2,12 @@
 
 A rank may have no member token of some kind, so nothing is averaged per rank: sums and counts travel, with
 one all-reduce of sums and one of maxima, over a fixed list of names. Every name is emitted every step (R18);
-a mean over nothing is 0.
+a mean over nothing is 0. What is not finite enters no mean and no maximum: `metrics/non_finite` counts it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -31,6 +32,7 @@ SUMS = (
     "payload/dropped_micro_batches",
     "payload/bytes_fetched",
     "payload/undelivered_deletes",
+    "metrics/non_finite",
 )
 WITH_MAX = frozenset({"mismatch_kl", "logprob_gap", "importance_ratio", "policy/lag", "payload/fetch_s"})
 MAXIMA = ("routing/imbalance", "perf/peak_memory_mib", "time/fetch", "time/wait_for_batch")
@@ -49,13 +51,15 @@ class StepMetrics:
 
     def add_mean(self, name: str, values: torch.Tensor, *, with_max: bool = False) -> None:
         """Count `values` into a mean over tokens, and into a maximum."""
-        if values.numel() == 0:
+        usable = values[torch.isfinite(values)]
+        self._sums["metrics/non_finite"] += values.numel() - usable.numel()
+        if usable.numel() == 0:
             return
         entry = self._means[name]
-        entry[0] += float(values.double().sum())
-        entry[1] += values.numel()
+        entry[0] += float(usable.double().sum())
+        entry[1] += usable.numel()
         if with_max:
-            self.put_max(f"{name}/max", float(values.max()))
+            self.put_max(f"{name}/max", float(usable.max()))
 
     def add_sum(self, name: str, value: float) -> None:
         """Count into a sum over ranks."""
@@ -63,7 +67,14 @@ class StepMetrics:
 
     def put_max(self, name: str, value: float) -> None:
         """Count into a maximum over ranks."""
+        if not math.isfinite(value):
+            self._sums["metrics/non_finite"] += 1
+            return
         self._maxima[name] = max(self._maxima[name], value)
+
+    def own_sum(self, name: str) -> float:
+        """What this rank has counted into the sum `name` so far."""
+        return self._sums[name]
 
     def put(self, name: str, value: float) -> None:
         """A number that is the same on every rank, or the main rank's own."""

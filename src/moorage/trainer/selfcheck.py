@@ -6,6 +6,7 @@ recurrent layers carry state over a boundary unless told: so the trainer measure
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,7 +26,7 @@ def check_packing(model: TrainedModel) -> float:
     """Compare a packed row with its sequences one by one under transformers' own attention.
 
     Returns the mean difference of log-probabilities. Raises ConfigError when they differ by more than
-    rounding.
+    rounding, or are not finite.
     """
     module, device = model.module, model.world.device
     vocab = int(module.config.get_text_config().vocab_size)
@@ -40,6 +41,11 @@ def check_packing(model: TrainedModel) -> float:
     model.reshard()
     difference = float((packed - alone).abs().mean())
     dtype = packed_dtype(module)
+    if not math.isfinite(difference):
+        raise ConfigError(
+            f"{type(module).__name__} gives log-probabilities that are not finite: the weights of its folder "
+            f"hold NaN or infinity, or are too large for {dtype}"
+        )
     if not difference <= TOLERANCE.get(dtype, 1e-3):
         raise ConfigError(
             f"{type(module).__name__} with attention {module.config._attn_implementation!r} lets packed "

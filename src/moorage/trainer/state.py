@@ -98,11 +98,22 @@ class CheckpointStore:
         return progress.step
 
     def close(self) -> None:
-        """Wait for the writing thread; what it wrote stays unmarked."""
+        """Wait for the writing thread and mark what it wrote: an end one step later loses no checkpoint."""
         self._thread.shutdown(wait=True, cancel_futures=True)
+        if self._pending is None:
+            return
+        progress, _, future = self._pending
+        if future.cancelled() or future.exception() is not None:
+            log.warning("the checkpoint of step %d was not written and is left out", progress.step)
+            return
+        self.finish()
 
     def load(self, step: int) -> Progress:
-        """Restore model and optimizer from the checkpoint of `step`, at whatever world size. Collective."""
+        """Restore model and optimizer from the checkpoint of `step`, at whatever world size. Collective.
+
+        Moments come from the checkpoint, the optimizer's settings stay those it was made with: a resume may
+        change them.
+        """
         folder = self.run.checkpoint(step, "trainer")
         if not (folder / "READY").exists():
             raise ConfigError(f"{folder} holds no whole trainer checkpoint to resume from")
@@ -113,17 +124,25 @@ class CheckpointStore:
                 load(state, checkpoint_id=folder, no_dist=self.model.world.cpu_group is None)
         except (OSError, CheckpointException) as error:
             raise ExchangeError(f"{folder} cannot be read: {error}") from error
+        settings = [_settings(group) for group in self.optimizer.param_groups]
         set_state_dict(
             self.model.module,
             self.optimizer,
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],
         )
+        for group, own in zip(self.optimizer.param_groups, settings, strict=True):
+            group.update(own)
         return Progress(**json.loads((folder / "progress.json").read_text()))
 
     def _state(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.model.module, self.optimizer)
         return {"model": model, "optimizer": optimizer}
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """A parameter group without its parameters."""
+    return {name: value for name, value in group.items() if name != "params"}
 
 
 def stage_on_cpu(value: Any, world: World) -> Any:

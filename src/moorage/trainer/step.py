@@ -5,12 +5,15 @@ weights and N_ce the number of ce tokens **of the whole step over all ranks**. S
 and ranks cannot change the gradient.
 
 Order: rows are final (failed fetches are agreed on) -> one all-reduce of the divisors -> forward and backward
-per row, the same number on every rank -> clip over shards -> optimizer. FSDP sums gradients here, it does not
-average them (`sharding`), so nothing is rescaled afterwards.
+per row, the same number on every rank -> clip over shards -> stop on a loss or norm that is not finite ->
+optimizer. FSDP sums gradients here, it does not average them (`sharding`), so nothing is rescaled afterwards.
+
+Promises: weights change only by finite gradients of a finite loss, so no others are published or saved.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from moorage.config.trainer import TrainerConfig
+from moorage.core.errors import RunEnded, TrainingError
 from moorage.trainer.logprobs import token_logprobs
 from moorage.trainer.losses import LossInputs, PolicyLoss
 from moorage.trainer.losses.base import mismatch_kl
@@ -25,6 +29,7 @@ from moorage.trainer.metrics import StepMetrics
 from moorage.trainer.model import TrainedModel
 from moorage.trainer.optimizer import clip_gradients, learning_rate, make_optimizer, set_learning_rate
 from moorage.trainer.rows import Row
+from moorage.trainer.world import World
 
 
 @dataclass(frozen=True)
@@ -46,12 +51,17 @@ class TrainStep:
         self.optimizer = make_optimizer(model.parameters(), config.optimizer)
 
     def run(self, step: int, rows: Sequence[Row], metrics: StepMetrics) -> None:
-        """Train on `rows` as step `step`; adds what it measured to `metrics`. Collective."""
+        """Train on `rows` as step `step`; adds what it measured to `metrics`. Collective.
+
+        Raises TrainingError on the main rank and RunEnded on the others, before any weight changes, when the
+        loss or the gradient norm over all ranks is not finite.
+        """
         started = time.perf_counter()
         rate = learning_rate(step, self.max_steps, self.config.optimizer, self.config.schedule)
         set_learning_rate(self.optimizer, rate)
         self.backward(rows, metrics)
         norm = clip_gradients(self.model.parameters(), self.config.optimizer.max_grad_norm)
+        require_finite(step, metrics.own_sum("loss"), norm, self.model.world)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         metrics.put("optim/lr", rate)
@@ -102,6 +112,24 @@ class TrainStep:
         if replay is None or row.routing is None or row.dropped:
             return
         metrics.put_max("routing/imbalance", replay.imbalance())
+
+
+def require_finite(step: int, own_loss: float, norm: float, world: World) -> None:
+    """Raise on every rank unless the loss summed over ranks and the gradient norm are finite. Collective.
+
+    `norm` is the same on every rank. The main rank raises TrainingError, the others RunEnded.
+    """
+    loss = float(world.all_reduce(torch.tensor([own_loss], dtype=torch.float64))[0])
+    if math.isfinite(loss) and math.isfinite(norm):
+        return
+    if not world.is_main:
+        raise RunEnded(f"step {step}: the loss or the gradient is not finite, as the main rank says")
+    raise TrainingError(
+        f"step {step}: the loss is {loss:g} and the gradient norm {norm:g}; both must be finite. Nothing of "
+        "this step was applied, published or saved. Start again, from the last checkpoint where there is "
+        "one, with a lower optimizer.lr, a smaller optimizer.max_grad_norm or a wider dtype; if that does "
+        "not help, look for extreme advantages or weights in the batch"
+    )
 
 
 def agree_divisors(rows: Sequence[Row], model: TrainedModel) -> Divisors:

@@ -44,6 +44,17 @@ def test_means_weigh_every_token_alike() -> None:
     assert agreed["mismatch_kl/max"] == 7.0
 
 
+def test_values_that_are_not_finite_are_counted_and_spoil_no_mean() -> None:
+    metrics = StepMetrics()
+    nan, inf = float("nan"), float("inf")
+    metrics.add_mean("mismatch_kl", torch.tensor([nan, 2.0, inf, 4.0]), with_max=True)
+    metrics.add_mean("entropy", torch.tensor([nan]))
+    metrics.put_max("routing/imbalance", nan)
+    agreed = metrics.agree(ALONE)
+    assert (agreed["mismatch_kl/mean"], agreed["mismatch_kl/max"], agreed["entropy/mean"]) == (3.0, 4.0, 0.0)
+    assert agreed["metrics/non_finite"] == 4
+
+
 def test_padding_is_what_was_computed_and_not_real() -> None:
     metrics = StepMetrics()
     for real, computed, attended in ((30, 30, 40), (0, 10, 10)):

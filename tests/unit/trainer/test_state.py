@@ -1,14 +1,19 @@
-"""Which checkpoints stay: whole ones count, torn ones go."""
+"""What a checkpoint restores, and which stay: whole ones count, torn ones go."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import torch
 
 from moorage.config.run import CheckpointConfig
+from moorage.config.trainer import OptimizerConfig
 from moorage.core.rundir import RunDir, mark_ready, whole_checkpoints
-from moorage.trainer.state import prune_checkpoints
+from moorage.trainer.model import TrainedModel
+from moorage.trainer.optimizer import make_optimizer
+from moorage.trainer.state import CheckpointStore, Progress, prune_checkpoints
+from moorage.trainer.world import World
 
 
 def _run(tmp_path: Path, whole: list[int], torn: list[int]) -> RunDir:
@@ -45,3 +50,48 @@ def test_without_a_whole_checkpoint_nothing_is_removed(tmp_path: Path) -> None:
     run = _run(tmp_path, whole=[], torn=[2, 4])
     assert prune_checkpoints(run, CheckpointConfig(interval=2, keep_last=1)) == []
     assert run.checkpoint(2, "trainer").exists()
+
+
+def _store(run: RunDir, weight: float, **optimizer) -> CheckpointStore:
+    module = torch.nn.Linear(3, 2)
+    torch.nn.init.constant_(module.weight, weight)
+    model = TrainedModel(module, World(0, 1, torch.device("cpu")), None)
+    return CheckpointStore(run, model, make_optimizer(module.parameters(), OptimizerConfig(**optimizer)))
+
+
+def _train(store: CheckpointStore) -> None:
+    store.model.module(torch.ones(1, 3)).sum().backward()
+    store.optimizer.step()
+
+
+def test_a_resume_takes_weights_and_moments_from_the_checkpoint_and_settings_from_the_config(
+    tmp_path: Path,
+) -> None:
+    run = RunDir(tmp_path)
+    first = _store(run, 0.5, lr=1e-2, weight_decay=0.0, betas=(0.9, 0.95), eps=1e-8)
+    _train(first)
+    first.save(Progress(3, tokens=70, samples=5))
+    first.close()  # what was written by then counts
+    second = _store(run, 2.0, lr=1e-3, weight_decay=0.25, betas=(0.5, 0.75), eps=1e-4)
+    assert second.load(3) == Progress(3, tokens=70, samples=5)
+    second.close()
+    (group,) = second.optimizer.param_groups
+    assert (group["lr"], group["weight_decay"], group["betas"], group["eps"]) == (
+        1e-3,
+        0.25,
+        (0.5, 0.75),
+        1e-4,
+    )
+    for own, saved in zip(second.model.parameters(), first.model.parameters(), strict=True):
+        assert torch.equal(own, saved)
+        state, expected = second.optimizer.state[own], first.optimizer.state[saved]
+        assert state.keys() == expected.keys()
+        assert all(torch.equal(state[name], value) for name, value in expected.items())
+    before = second.model.module.bias.detach().clone()
+    second.optimizer.zero_grad()
+    _train(second)
+    # By hand, Adam's second step with gradient 1: moments 0.1 and 0.05 of the first, betas of the second.
+    mean, square = 0.5 * 0.1 + 0.5, 0.75 * 0.05 + 0.25
+    step = (mean / (1 - 0.5**2)) / ((square / (1 - 0.75**2)) ** 0.5 + 1e-4)
+    expected = before * (1 - 1e-3 * 0.25) - 1e-3 * step
+    torch.testing.assert_close(second.model.module.bias.detach(), expected)

@@ -83,8 +83,8 @@ def route(
         output = run(*args, **kwargs)
     if len(mode.seen) != 1:
         raise ConfigError(
-            f"router {router.name} ({type(router.module).__name__}) made {len(mode.seen)} top-k calls instead "
-            f"of one: its choices can be neither captured nor replayed; {_REMEDY}"
+            f"router {router.name} ({type(router.module).__name__}) made {len(mode.seen)} top-k calls "
+            f"instead of one: its choices can be neither captured nor replayed; {_REMEDY}"
         )
     return output, mode.seen[0]
 
