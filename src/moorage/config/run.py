@@ -121,7 +121,19 @@ class RunConfig(Config):
         if self.trainer.num_ranks % self.trainer.replicate:
             replicate, ranks = self.trainer.replicate, self.trainer.num_ranks
             raise ValueError(f"trainer.replicate {replicate} does not divide trainer.num_ranks {ranks}")
+        if self.checkpoint.interval is None:
+            self._check_without_checkpoints()
         return self
+
+    def _check_without_checkpoints(self) -> None:
+        if self.payload.retain == "checkpoint":
+            raise ValueError(
+                "payload.retain = 'checkpoint' keeps payloads until a checkpoint covers them, and there is "
+                "none; set checkpoint.interval"
+            )
+        for name in ("keep_last", "keep_interval"):
+            if getattr(self.checkpoint, name) is not None:
+                raise ValueError(f"checkpoint.{name} has no effect without checkpoint.interval; set that too")
 
 
 class ProcessFacts(Config):

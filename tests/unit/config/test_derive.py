@@ -79,6 +79,8 @@ def test_a_source_with_an_address_gets_no_server() -> None:
         ({"orchestrator": {"train": [SOURCE], "max_inflight": 2}}, "below the group size"),
         ({"trainer": {"num_ranks": 3, "replicate": 2}}, "does not divide"),
         ({"orchestrator": {"train": [{"env": {}}]}}, "taskset.id"),
+        ({"payload": {"retain": "checkpoint"}}, "set checkpoint.interval"),
+        ({"checkpoint": {"keep_last": 2}}, "keep_last has no effect without checkpoint.interval"),
         ({"orchestrator": {"train": [SOURCE], "sampling": {"temperature": 0.005}}}, "raise this to 0.01"),
     ],
 )
