@@ -1,9 +1,13 @@
 """`moorage rl`: from one run file to a finished run folder.
 
-    run file -> checks -> derived configs -> plan -> launcher -> summary.json
+    run file -> checks -> derived configs -> plan -> room in the run folder -> launcher -> summary.json
 
-`--dry-run` stops after writing the derived configs. A folder that holds a run is refused unless `--resume` or
-`--clean`. Ends with the launcher's exit code.
+Promises:
+- a folder that holds a run is refused unless `--resume` or `--clean`, and these remove nothing before all
+  else is known to be right;
+- `--dry-run` writes the derived configs and stops; it changes nothing of a run that is there.
+
+Ends with the launcher's exit code.
 """
 
 from __future__ import annotations
@@ -22,8 +26,9 @@ from moorage.config.run import ProcessFacts, RunConfig
 from moorage.core.errors import ConfigError
 from moorage.core.rundir import RunDir, write_bytes_atomic, write_json_atomic
 from moorage.core.secret import TOKEN_VARIABLE
+from moorage.core.terminal import say
 from moorage.launcher import checks, resume
-from moorage.launcher.local import Outcome, run_plan
+from moorage.launcher.local import LocalRun, Outcome
 from moorage.launcher.plan import Plan, make_plan
 from moorage.launcher.progress import Progress, make_display
 from moorage.report.summary import Facts, make_summary, render_summary
@@ -32,7 +37,8 @@ SWITCHES = ("dry-run", "resume", "clean")
 USAGE = """usage: moorage rl @ FILE [--dotted.key VALUE ...] [--dry-run] [--resume | --clean]
 
   --dry-run
-      Check everything, write the config of every process to <run>/configs, and stop.
+      Check everything, write the config of every process to <run>/configs (to <run>/dry-run/configs when the
+      folder holds a run), and stop.
   --resume
       Go on from the newest whole checkpoint in the run folder.
   --clean
@@ -55,13 +61,19 @@ def run(_command: str, args: list[str]) -> int:
     config, data = read_config(RunConfig, arguments, SWITCHES)
     run_dir = RunDir(Path(config.output_dir) / config.name)
     model = _check(config)
+    is_dry = "dry-run" in arguments.switches
     with resume.hold(run_dir):
-        facts = _prepare(run_dir, config, arguments)
+        facts = _choose_attempt(run_dir, config, arguments)
+        if not is_dry:
+            resume.wait_for_leavers(run_dir)  # they hold the ports that are looked at next
         plan = _make_plan(config, facts, is_moe=is_mixture_of_experts(model))
+        if is_dry:
+            return _show_plan(plan, arguments, data)
+        secret = _make_secret(plan)
+        _make_room(run_dir, config, facts, arguments)  # nothing is removed before all is known to be right
         _write_run_file(run_dir, arguments, data)
-        if "dry-run" in arguments.switches:
-            return _write_configs(plan)
-        return _launch(plan, config)
+        _write_configs(plan, run_dir.configs)
+        return launch(plan, config.name, secret)
 
 
 def _check(config: RunConfig) -> dict[str, Any]:
@@ -72,21 +84,18 @@ def _check(config: RunConfig) -> dict[str, Any]:
     return model
 
 
-def _prepare(run_dir: RunDir, config: RunConfig, arguments: Arguments) -> ProcessFacts:
-    """Make the run folder ready for this attempt, and say which attempt it is."""
+def _choose_attempt(run_dir: RunDir, config: RunConfig, arguments: Arguments) -> ProcessFacts:
+    """Say which attempt this is; changes nothing. Raises ConfigError when the folder does not allow it."""
     run_id, attempt, step = uuid.uuid4().hex, 1, 0
     if "resume" in arguments.switches:
         run_id, attempt, step = resume.resume_facts(run_dir)
-        if "dry-run" not in arguments.switches:
-            resume.clean_after(run_dir, step, keep_batches=config.payload.retain == "checkpoint")
     elif resume.holds_run(run_dir):
         if "clean" not in arguments.switches:
             raise ConfigError(
                 f"{run_dir} holds a run already; --resume goes on with it, --clean removes it, or choose "
                 "another `name`"
             )
-        if "dry-run" not in arguments.switches:
-            resume.remove_run(run_dir, Path(config.output_dir))
+        resume.check_removable(run_dir, Path(config.output_dir))
     return ProcessFacts(
         run_dir=str(run_dir),
         run_id=run_id,
@@ -96,6 +105,16 @@ def _prepare(run_dir: RunDir, config: RunConfig, arguments: Arguments) -> Proces
         seq_len=config.seq_len,
         seed=config.seed,
     )
+
+
+def _make_room(run_dir: RunDir, config: RunConfig, facts: ProcessFacts, arguments: Arguments) -> None:
+    """Remove what earlier attempts left and this one must not find."""
+    if "resume" in arguments.switches:
+        step = facts.start_step - 1
+        shipped = resume.clean_after(run_dir, step, keep_batches=config.payload.retain == "checkpoint")
+        resume.write_parts(run_dir, step, shipped, config.checkpoint, last_step=config.max_steps)
+    elif resume.holds_run(run_dir):
+        resume.remove_run(run_dir, Path(config.output_dir))
 
 
 def _make_plan(config: RunConfig, facts: ProcessFacts, *, is_moe: bool) -> Plan:
@@ -119,22 +138,35 @@ def _write_run_file(run_dir: RunDir, arguments: Arguments, data: dict[str, Any])
     write_json_atomic(run_dir.configs / "run.json", data)
 
 
-def _write_configs(plan: Plan) -> int:
-    for path, config in plan.configs.items():
-        write_json_atomic(path, config)
+def _show_plan(plan: Plan, arguments: Arguments, data: dict[str, Any]) -> int:
+    """`--dry-run`: write the configs and print their paths; a run that is there already keeps its own."""
+    target = RunDir(plan.run.root / resume.DRY_RUN) if resume.holds_run(plan.run) else plan.run
+    _write_run_file(target, arguments, data)
+    for path in _write_configs(plan, target.configs):
         print(path)
     return 0
 
 
-def _launch(plan: Plan, config: RunConfig) -> int:
-    display = make_display(config.name)
+def _write_configs(plan: Plan, folder: Path) -> list[Path]:
+    paths = []
+    for path, config in plan.configs.items():
+        paths.append(folder / path.relative_to(plan.run.configs))
+        write_json_atomic(paths[-1], config)
+    return paths
+
+
+def launch(plan: Plan, title: str, secret: str) -> int:
+    """Run the plan to its end, and write and show its summary, also when the launcher itself fails or nobody
+    reads the output any more. Returns the exit code."""
+    display = make_display(title)
     display.say(f"run folder {plan.run}; {len(plan.records)} processes; logs in {plan.run.logs}")
-    progress = Progress(plan.run, config.max_steps, display)
+    local = LocalRun(plan, secret, Progress(plan.run, plan.max_steps, display))
     try:
-        outcome = run_plan(plan, _make_secret(plan), progress)
+        local.run()
     finally:
         display.close()
-    return _conclude(plan, outcome)
+        _conclude(plan, local.outcome)
+    return local.outcome.exit_code
 
 
 def _make_secret(plan: Plan) -> str:
@@ -151,7 +183,7 @@ def _make_secret(plan: Plan) -> str:
     return token
 
 
-def _conclude(plan: Plan, outcome: Outcome) -> int:
+def _conclude(plan: Plan, outcome: Outcome) -> None:
     summary = make_summary(
         plan.run,
         Facts(
@@ -163,9 +195,8 @@ def _conclude(plan: Plan, outcome: Outcome) -> int:
         ),
     )
     write_json_atomic(plan.run.summary, summary)
-    print(render_summary(summary), flush=True)
+    say(render_summary(summary), sys.stdout)
     for pid in outcome.left:
-        print(f"moorage: process {pid} could not be ended", file=sys.stderr)
+        say(f"moorage: process {pid} could not be ended", sys.stderr)
     if outcome.error and outcome.exit_code not in (0, 130):
-        print(f"moorage: error: {outcome.error}", file=sys.stderr)
-    return outcome.exit_code
+        say(f"moorage: error: {outcome.error}", sys.stderr)

@@ -5,7 +5,7 @@ The one loop, in the main thread, polls every `POLL_S`:
     what it sees                    what it does
     orchestrator and trainer done   END.json (finished), ordered stop
     a death that ends the run       END.json (failed), its last error, ordered stop, exit code 1
-    Ctrl-C, SIGTERM                 END.json (cancelled), ordered stop, exit code 130 or 143
+    Ctrl-C, SIGTERM, SIGHUP         END.json (cancelled), ordered stop, exit code 130, 143 or 129
     a second Ctrl-C                 kills at once
 
 Ordered stop: orchestrator, trainer, `bye` to every env server, env servers, engines; each has a deadline, all
@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moorage.core.rundir import Heartbeat, RunDir, whole_checkpoints, write_end, write_json_atomic
+from moorage.core.rundir import Heartbeat, RunDir, whole_checkpoints, write_end
 from moorage.exchange.batches import read_owned_slices
 from moorage.launcher import children as processes
 from moorage.launcher.children import Child
@@ -41,10 +41,10 @@ BYE_S = 4.0
 
 @dataclass
 class Outcome:
-    """How an attempt ended."""
+    """How an attempt ended. `ledgers` has every payload store of the attempt, None for an unknown account."""
 
     status: str = "failed"
-    error: str | None = None
+    error: str | None = "the launcher failed"
     exit_code: int = 1
     wall_s: float = 0.0
     ledgers: dict[str, Ledger | None] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class LocalRun:
                 self._watch()
             finally:
                 self._finish()
-        self.outcome.wall_s = time.monotonic() - began
+                self.outcome.wall_s = time.monotonic() - began
         return self.outcome
 
     # --- watching ----------------------------------------------------------------------------------------
@@ -134,8 +134,8 @@ class LocalRun:
 
     def _end_by_signal(self) -> None:
         name = "Ctrl-C" if self._signals[0] == signal.SIGINT else signal.Signals(self._signals[0]).name
-        self._say(f"{name}: stopping in order (Ctrl-C again kills at once)")
         self._end("cancelled", f"stopped by {name}", 128 + self._signals[0])
+        self._say(f"{name}: stopping in order (Ctrl-C again kills at once)")
 
     def _end(self, status: str, error: str | None, exit_code: int) -> None:
         self.outcome.status, self.outcome.error, self.outcome.exit_code = status, error, exit_code
@@ -155,7 +155,7 @@ class LocalRun:
 
     def _finish(self) -> None:
         """The ordered stop, whatever state the run is in."""
-        write_end(self.plan.run, self.outcome.status, self.outcome.error or "the launcher failed")
+        write_end(self.plan.run, self.outcome.status, self.outcome.error)
         stations = read_stations(self.plan.run)
         stations += [Station(source, source, address) for source, address in self.plan.external]
         for kind in STOP_ORDER:
@@ -171,7 +171,8 @@ class LocalRun:
         identity = Identity(self.token, self.plan.run_id, self.plan.attempt)
         timeout_s = 0.0 if self._hurry() else BYE_S
         retain = list_retained(self.plan.run) if self.plan.retains else ()
-        self.outcome.ledgers = say_bye(stations, identity, retain=retain, timeout_s=timeout_s)
+        answers = say_bye(stations, identity, retain=retain, timeout_s=timeout_s)
+        self.outcome.ledgers = {**dict.fromkeys(self.plan.stores, None), **answers}
 
     def _of_kind(self, kind: str) -> list[Child]:
         return [child for child in self._running if child.record.kind == kind]
@@ -200,23 +201,18 @@ def remove_spool(station: Station, run_id: str) -> None:
 
 @contextlib.contextmanager
 def _signals_to(received: list[int]) -> Iterator[None]:
-    """Collect SIGINT and SIGTERM in `received` instead of being ended by them."""
+    """Collect SIGINT, SIGTERM and SIGHUP in `received` instead of being ended by them. A SIGHUP that is
+    ignored (nohup) stays so."""
 
     def note(number: int, _frame: Any) -> None:
         received.append(number)
 
-    before = {
-        number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    }
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, note) for number in numbers}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def run_plan(plan: Plan, token: str, progress: Progress) -> Outcome:
-    """Write the plan's config files and run it to its end."""
-    for path, config in plan.configs.items():
-        write_json_atomic(path, config)
-    return LocalRun(plan, token, progress).run()

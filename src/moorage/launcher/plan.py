@@ -62,6 +62,12 @@ class Plan:
     external: tuple[tuple[str, str], ...] = ()
     retains: bool = False
 
+    @property
+    def stores(self) -> tuple[str, ...]:
+        """`<split>/<name>.<node>` of the payload store of every env server that is started."""
+        servers = (record for record in self.records if record.kind == "env_server")
+        return tuple(record.name.removeprefix("envs/") for record in servers)
+
 
 @dataclass(frozen=True)
 class Devices:

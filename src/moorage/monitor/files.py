@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from moorage.core.rundir import write_bytes_atomic
 
 
 class FileMonitor:
@@ -23,8 +25,7 @@ class FileMonitor:
                 self._file.write(b"\n")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        row = {"step": step, "time": time.time(), **metrics}
-        self._file.write(json.dumps(row).encode() + b"\n")
+        self._file.write(_encode({"step": step, "time": time.time(), **metrics}))
         self._file.flush()
 
     def log_samples(self, split: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
@@ -41,8 +42,20 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     rows = []
     for line in path.read_bytes().splitlines():
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
+            rows.append(json.loads(line))
+        except ValueError:
             continue
-        rows.append(row)
     return rows
+
+
+def keep_rows(path: Path, wanted: Callable[[Mapping[str, Any]], bool]) -> None:
+    """Leave only the rows of a metrics file that are `wanted`. Nobody may have it open for writing: what is
+    written to the old file is lost."""
+    rows = read_metrics(path)
+    kept = [row for row in rows if wanted(row)]
+    if len(kept) < len(rows):
+        write_bytes_atomic(path, b"".join(map(_encode, kept)))
+
+
+def _encode(row: Mapping[str, Any]) -> bytes:
+    return json.dumps(row).encode() + b"\n"

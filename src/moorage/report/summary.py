@@ -1,19 +1,18 @@
 """`summary.json`: a run's end in one page, made from its metrics files and what the launcher saw.
 
-Promises: every field of docs/protocols.md section 5 is there, null where the run never measured it. When a
-step was written twice (a resume repeats steps), its last line counts. Counts over the whole run are those of
-its last line.
+Promises: every field of docs/protocols.md section 5 is there, null where the run never measured it. All rows
+of a step count as one, the last writer of a name wins. Counts over the whole run are those of its last row.
+What a resume does again is in no file any more (`launcher.resume`).
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from moorage.core.rundir import RunDir
+from moorage.monitor.files import read_metrics
 from moorage.records.payload import HOLDERS, Ledger
 
 Lines = dict[int, dict[str, Any]]
@@ -34,8 +33,8 @@ class Facts:
 
 def make_summary(run: RunDir, facts: Facts) -> dict[str, Any]:
     """The content of summary.json."""
-    orchestrator = read_metrics(run.metrics("orchestrator"))
-    trainer = read_metrics(run.metrics("trainer"))
+    orchestrator = by_step(read_metrics(run.metrics("orchestrator")))
+    trainer = by_step(read_metrics(run.metrics("trainer")))
     rewards = _series(orchestrator, "reward/mean")
     steps = max(trainer, default=0)
     ledger = sum_ledgers(facts.ledgers)
@@ -58,19 +57,11 @@ def make_summary(run: RunDir, facts: Facts) -> dict[str, Any]:
     }
 
 
-def read_metrics(path: Path) -> Lines:
-    """Step to the last line written for it; a torn last line is ignored."""
+def by_step(rows: Iterable[Mapping[str, Any]]) -> Lines:
+    """Step to all that was written for it, ascending."""
     lines: Lines = {}
-    try:
-        text = path.read_text()
-    except FileNotFoundError:
-        return {}
-    for raw in text.splitlines():
-        try:
-            line = json.loads(raw)
-        except ValueError:
-            continue
-        lines[line["step"]] = {**lines.get(line["step"], {}), **line}
+    for row in rows:
+        lines.setdefault(row["step"], {}).update(row)
     return dict(sorted(lines.items()))
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from moorage.core.rundir import RunDir, mark_ready, write_end, write_json_atomic
+
 TOML = """
 max_steps = 3
 seq_len = 64
@@ -113,6 +115,59 @@ def test_a_folder_that_holds_a_run_is_refused_without_resume_or_clean(
     assert_one_line(moorage(tmp_path, "rl", "@", run, "--resume", "--clean"), "exclude each other")
     assert moorage(tmp_path, "rl", "@", run, "--clean", "--dry-run").returncode == 0
     assert (folder / "batches").exists()
+
+
+def make_run(tmp_path: Path) -> RunDir:
+    """A run that was killed after a whole checkpoint of step 2."""
+    run = RunDir(tmp_path / "runs" / "run")
+    write_json_atomic(run.configs / "orchestrator.json", {"facts": {"run_id": "abc", "attempt": 4}})
+    for step in (1, 2, 3):
+        mark_ready(run.weight(step))
+        mark_ready(run.batch(step))
+    for part in ("trainer", "orchestrator"):
+        mark_ready(run.checkpoint(2, part))
+    write_json_atomic(run.metrics("trainer"), {"step": 3, "time": 1.0})
+    write_end(run, "failed", "killed")
+    return run
+
+
+def content(run: RunDir) -> dict[Path, bytes]:
+    """Every file of the run but the lock and what a dry run wrote aside."""
+    files = (path for path in run.root.rglob("*") if path.is_file() and path.name != ".lock")
+    return {path: path.read_bytes() for path in files if "dry-run" not in path.parts}
+
+
+@pytest.mark.parametrize("switch", ["--clean", "--resume"])
+def test_a_refused_config_costs_a_run_that_is_there_nothing(
+    tmp_path: Path, dense_model: Path, switch: str
+) -> None:
+    toml, run = write_run(tmp_path, dense_model), make_run(tmp_path)
+    before = content(run)
+    external = ("--orchestrator.train.0.address", "tcp://127.0.0.1:9")
+    assert_one_line(moorage(tmp_path, "rl", "@", toml, switch, *external), "MOORAGE_TOKEN")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        done = moorage(tmp_path, "rl", "@", toml, switch, "--inference.port", port)
+    assert_one_line(done, "in use")
+    assert content(run) == before
+
+
+@pytest.mark.parametrize("switch", ["--clean", "--resume"])
+def test_a_dry_run_beside_a_run_writes_its_configs_apart(
+    tmp_path: Path, dense_model: Path, switch: str
+) -> None:
+    toml, run = write_run(tmp_path, dense_model), make_run(tmp_path)
+    before = content(run)
+    done = moorage(tmp_path, "rl", "@", toml, switch, "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert content(run) == before
+    apart = run.root / "dry-run"
+    assert str(apart.relative_to(tmp_path) / "configs" / "trainer.json") in done.stdout
+    facts = json.loads((apart / "configs" / "trainer.json").read_text())["facts"]
+    assert facts["attempt"] == {"--clean": 1, "--resume": 5}[switch]
+    assert (apart / "run.toml").read_text() == Path(toml).read_text()
 
 
 @pytest.mark.parametrize("command", ["sft", "inference", "env-server", "orchestrator", "trainer", "eval"])

@@ -12,13 +12,18 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import TextIO
+
+import pytest
 
 from moorage.core.parent import process_birth
 from moorage.core.rundir import RunDir, read_json
 from moorage.launcher.local import LocalRun, Outcome
 from moorage.launcher.plan import Plan, ProcessRecord
 from moorage.launcher.progress import PlainDisplay, Progress
+from moorage.report.summary import sum_ledgers
 
 FOREVER = "import time; time.sleep(600)"
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
@@ -29,11 +34,12 @@ def make_record(run: RunDir, name: str, kind: str, code: str, **more: object) ->
     return ProcessRecord(name, kind, argv, run.log(name), **more)  # type: ignore[arg-type]
 
 
-def run_records(run: RunDir, records: list[ProcessRecord]) -> tuple[Outcome, str]:
-    out = io.StringIO()
+def run_records(run: RunDir, records: list[ProcessRecord], out: TextIO | None = None) -> tuple[Outcome, str]:
+    """The outcome, and what was said (to a buffer unless `out` says where)."""
+    out = out or io.StringIO()
     plan = Plan(run, "a" * 32, 1, 3, tuple(records), {})
     outcome = LocalRun(plan, "secret-of-this-test", Progress(run, 3, PlainDisplay(out))).run()
-    return outcome, out.getvalue()
+    return outcome, out.getvalue() if isinstance(out, io.StringIO) else ""
 
 
 def workers(run: RunDir, code: str, seconds: float = 0.3) -> list[ProcessRecord]:
@@ -141,6 +147,56 @@ def test_ctrl_c_cancels_the_run_and_ends_every_process_even_a_stubborn_grandchil
     assert time.monotonic() - began < 30
     assert process_birth(int(pids.read_text())) is None  # gone, or a zombie that init has not reaped
     assert read_json(run.end) == {**read_json(run.end), "status": "cancelled", "error": "stopped by Ctrl-C"}
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_a_signal_cancels_the_run_also_when_nobody_reads_the_output(
+    tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    run = RunDir(tmp_path / "run")
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as out:
+        timer = threading.Timer(0.5, os.kill, (os.getpid(), number))
+        timer.start()
+        outcome, _ = run_records(run, workers(run, "time.sleep(60)"), out)
+        timer.join()
+    assert (outcome.status, outcome.exit_code) == ("cancelled", code)
+    assert read_json(run.end)["status"] == "cancelled"
+
+
+SURVIVOR = """
+import json, msgspec, os, sys, zmq
+socket = zmq.Context().socket(zmq.ROUTER)
+port = socket.bind_to_random_port("tcp://127.0.0.1")
+address = sys.argv[1]
+os.makedirs(os.path.dirname(address), exist_ok=True)
+open(address + ".tmp", "w").write(json.dumps({"rpc": f"tcp://127.0.0.1:{port}"}))
+os.rename(address + ".tmp", address)
+client, request, method, body = socket.recv_multipart()
+reply = msgspec.msgpack.encode({"ledger": {"kept": 3, "freed": {"trainer": 3}}})
+socket.send_multipart([client, request, b"reply", reply])
+socket.close(linger=1000)
+"""
+
+
+def test_the_account_of_a_server_that_ended_with_an_error_is_unknown(tmp_path: Path) -> None:
+    """Its address file is gone with it; the account of the others is not that of the run."""
+    run = RunDir(tmp_path / "run")
+    servers = [
+        make_record(run, f"envs/train/{name}.node", "env_server", code, group=name)
+        for name, code in (("words", SURVIVOR), ("lost", "import time; time.sleep(0.7); raise SystemExit(1)"))
+    ]
+    servers[0] = replace(servers[0], argv=(*servers[0].argv, str(run.address("train", "words.node"))))
+    outcome, _ = run_records(run, [*servers, *workers(run, "time.sleep(60)")])
+    assert (outcome.error or "").startswith("envs/train/lost.node ended with code 1")
+    survivor = outcome.ledgers["train/words.node"]
+    assert survivor is not None
+    assert survivor.kept == 3
+    assert outcome.ledgers["train/lost.node"] is None
+    assert sum_ledgers(outcome.ledgers) is None
 
 
 @contextmanager

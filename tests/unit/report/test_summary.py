@@ -6,9 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from moorage.core.rundir import RunDir
+from moorage.launcher.resume import clean_after
+from moorage.monitor.files import FileMonitor
 from moorage.records.payload import HOLDERS, Ledger
-from moorage.report.summary import Facts, make_summary, read_metrics, render_summary, sum_ledgers
+from moorage.report.summary import Facts, by_step, make_summary, render_summary, sum_ledgers
 
 
 def write_lines(run: RunDir, name: str, lines: list[dict[str, Any]], tail: str = "") -> None:
@@ -76,11 +80,31 @@ def test_a_run_that_never_began_has_every_field_too(tmp_path: Path) -> None:
     assert "20 kept, 20 freed, 0 outstanding" in render_summary(full)
 
 
-def test_the_last_line_of_a_repeated_step_counts(tmp_path: Path) -> None:
+def test_after_a_resume_only_what_counts_is_shown(tmp_path: Path) -> None:
+    """The first attempt came to step 15, the second went on after 10 and ended in step 12."""
     run = RunDir(tmp_path)
-    lines = [{"step": 1, "a": 1}, {"step": 2, "a": 2}, {"step": 2, "a": 5}, {"step": 3, "b": 1}]
-    write_lines(run, "trainer", lines)
-    assert read_metrics(run.metrics("trainer")) == {
+
+    def write_attempt(first: int, last: int, reward: float) -> None:
+        for process, steps in (("trainer", range(first, last + 1)), ("orchestrator", range(first, last + 2))):
+            monitor = FileMonitor(run.metrics(process))
+            for step in steps:
+                monitor.log({"reward/mean": reward, "episodes/started": 10 * step, "time/step": 1.0}, step)
+            monitor.close()
+
+    write_attempt(1, 15, 0.25)
+    assert make_summary(run, Facts("failed"))["steps"] == 15
+    clean_after(run, 10, keep_batches=False)
+    write_attempt(11, 11, 0.75)
+    summary = make_summary(run, Facts("failed"))
+    assert summary["steps"] == 11
+    assert summary["reward"] == [*[0.25] * 10, 0.75]
+    assert summary["reward_last"] == pytest.approx((0.25 + 0.75 + 0.75) / 3)
+    assert summary["episodes"]["started"] == 120
+
+
+def test_rows_of_a_step_count_as_one_and_the_last_writer_wins() -> None:
+    rows = [{"step": 2, "a": 2}, {"step": 1, "a": 1}, {"step": 2, "a": 5}, {"step": 3, "b": 1}]
+    assert by_step(rows) == {
         1: {"step": 1, "a": 1},
         2: {"step": 2, "a": 5},
         3: {"step": 3, "b": 1},
