@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pty
+import select
 from pathlib import Path
 
 import pytest
@@ -78,7 +79,10 @@ def test_a_terminal_gets_a_panel(tmp_path: Path) -> None:
         progress.update()
         display.say("a message")
         display.close()
-        text = seen.read(65536).decode()
+        drawn = b""
+        while select.select([seen], [], [], 0.5)[0]:  # one read gives what has come through so far
+            drawn += seen.read(65536)
+    text = drawn.decode()
     for words in ("moorage  job", "1 of 4", "0.500", "tokens/s", "a message"):
         assert words in text
 
