@@ -220,12 +220,12 @@ def test_a_dead_replica_is_passed_over_and_its_stream_goes_on(tmp_path: Path, de
         async def run() -> None:
             replicas = Replicas([first.client(), second.client()])
             await replicas.connect(30)
-            served = [(await replicas.sample("train/nothing")).task["idx"] for _ in range(20)]
+            served = [(await replicas.sample("train/nothing")).task["data"]["idx"] for _ in range(20)]
             runs = [asyncio.create_task(outcome(replicas.run_rollout(call("sleep", 20)))) for _ in range(8)]
             await asyncio.sleep(0.5)
             assert [client.in_flight for client in replicas.clients] == [4, 4]
             first.process.kill()
-            served += [(await replicas.sample("train/nothing")).task["idx"] for _ in range(30)]
+            served += [(await replicas.sample("train/nothing")).task["data"]["idx"] for _ in range(30)]
             assert sorted(served) == list(range(50))
             assert await outcome(replicas.run_rollout(call())) == "ok"
             assert sorted(await asyncio.gather(*runs)) == ["ok"] * 4 + ["unreachable"] * 4

@@ -21,10 +21,14 @@ import zmq
 from moorage.core.errors import EnvServerError
 from moorage.env import protocol as wire
 from moorage.env.client import EnvClient
+from moorage.env.environment import describe
 from moorage.env.keep import read_payload
+from moorage.orchestrator.events import check_task
+from moorage.orchestrator.groups import Group
 from moorage.payload.client import PayloadClient
 from moorage.records.payload import PayloadRef
 from tests.support.env_server import RUN_ID, TOKEN, Server, call, env_server
+from tests.support.envs.do_nothing import DoNothingData, DoNothingTask
 from tests.support.proxy import Proxy
 from tests.support.scripted_engine import Reply, ScriptedEngine
 
@@ -80,17 +84,13 @@ def refusal(server: Server, method: bytes, data: bytes) -> EnvServerError:
 def test_eight_groups_are_eight_distinct_tasks_over_two_workers(server: Server) -> None:
     async def step(client: EnvClient) -> None:
         tasks = [await client.sample("train/nothing@groups") for _ in range(8)]
-        assert len({task.task["idx"] for task in tasks}) == 8
+        assert len({task.task["data"]["idx"] for task in tasks}) == 8
         run = call()
         episodes = await asyncio.gather(
-            *(
-                client.run_rollout(replace(run, task={**task.task, "action": "nothing"}))
-                for task in tasks
-                for _ in range(4)
-            )
+            *(client.run_rollout(replace(run, task=task.task)) for task in tasks for _ in range(4))
         )
         counts = Counter(episode.task.data.idx for episode in episodes)
-        assert counts == Counter({task.task["idx"]: 4 for task in tasks})
+        assert counts == Counter({task.task["data"]["idx"]: 4 for task in tasks})
         assert all(episode.ok for episode in episodes)
 
     with_client(server, step)
@@ -100,13 +100,13 @@ def test_three_epochs_serve_every_task_three_times_and_restore_continues(server:
     async def epochs(client: EnvClient) -> None:
         name = f"train/nothing@{uuid.uuid4().hex}"
         served = [await client.sample(name) for _ in range(150)]
-        orders = [tuple(s.task["idx"] for s in served[e * 50 : e * 50 + 50]) for e in range(3)]
+        orders = [tuple(s.task["data"]["idx"] for s in served[e * 50 : e * 50 + 50]) for e in range(3)]
         assert all(sorted(order) == list(range(50)) for order in orders)
         assert len(set(orders)) == 3
         again = f"train/nothing@{uuid.uuid4().hex}"
         await client.restore(again, served[69].epoch, served[69].position)
-        assert [(await client.sample(again)).task["idx"] for _ in range(80)] == [
-            s.task["idx"] for s in served[70:]
+        assert [(await client.sample(again)).task["data"]["idx"] for _ in range(80)] == [
+            s.task["data"]["idx"] for s in served[70:]
         ]
 
     with_client(server, epochs)
@@ -115,7 +115,9 @@ def test_three_epochs_serve_every_task_three_times_and_restore_continues(server:
 def test_concurrent_samples_share_one_stream(server: Server) -> None:
     async def sample(client: EnvClient) -> list[int]:
         name = f"train/nothing@{uuid.uuid4().hex}"
-        return [s.task["idx"] for s in await asyncio.gather(*(client.sample(name) for _ in range(50)))]
+        return [
+            s.task["data"]["idx"] for s in await asyncio.gather(*(client.sample(name) for _ in range(50)))
+        ]
 
     assert sorted(with_client(server, sample)) == list(range(50))
 
@@ -165,6 +167,24 @@ def test_a_run_ends_by_its_deadline_even_if_it_cannot_be_cancelled(server: Serve
             assert time.monotonic() - started < 4.0
 
     with_client(server, late)
+
+
+def test_an_episode_of_another_task_than_was_asked_for_is_noticed(server: Server) -> None:
+    swap = describe(DoNothingTask(DoNothingData(prompt="do", action="swap")))
+
+    async def run(client: EnvClient) -> None:
+        fine = (await client.sample("train/nothing@asked")).task
+        for task in (fine, msgspec.to_builtins(swap)):
+            [episode] = await client.run_group(replace(call(), task=task), 1)
+            assert episode.ok, episode.errors
+            group = Group("g", "train", "nothing", task, 1, 0, 1, True, 0.0, 60.0)
+            if task is fine:
+                check_task(group, episode)
+            else:
+                with pytest.raises(EnvServerError, match=r"sent task key .* answers for"):
+                    check_task(group, episode)
+
+    with_client(server, run)
 
 
 def test_a_task_that_does_not_fit_is_a_bad_request(server: Server) -> None:

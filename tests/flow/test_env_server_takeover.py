@@ -55,7 +55,7 @@ async def served(client: EnvClient, count: int, limit: int | None = None) -> lis
 
 
 def task_number(task: dict[str, Any]) -> int:
-    return task["idx"]
+    return task["data"]["idx"]
 
 
 async def account(client: EnvClient) -> tuple[int, int, int]:

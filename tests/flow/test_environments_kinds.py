@@ -263,7 +263,7 @@ def test_environments_that_go_wrong_end_in_the_way_their_task_names(
         tasks = {}
         for _ in range(8):
             task = await stage.sample()
-            tasks[task["action"]] = task
+            tasks[task["data"]["action"]] = task
         fine = await stage.run(tasks["fine"])
         assert fine.ok
         assert len((await stage.blobs(fine))["agent"]) == 1
@@ -299,6 +299,6 @@ async def _check_failure(stage: Play, task: dict[str, Any], message: str) -> Non
     episode = await stage.run(task)
     assert not episode.ok
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-    assert any(message in error.message for error in errors), (task["action"], errors)
+    assert any(message in error.message for error in errors), (task["data"]["action"], errors)
     assert all(read_payload(trace) is None for trace in episode.traces)
     assert all(not node.token_ids for trace in episode.traces for node in trace.nodes)

@@ -24,7 +24,7 @@ def read_state(run: RunDir, step: int) -> State:
 
 
 def open_tasks(state: State) -> set[int]:
-    return {task.task["idx"] for task in state.open_tasks}
+    return {task.task["data"]["idx"] for task in state.open_tasks}
 
 
 def settled_tasks(run: RunDir, first: int, last: int) -> list[int]:

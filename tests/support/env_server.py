@@ -79,7 +79,7 @@ def call(
     **fields: Any,
 ) -> RolloutCall:
     """A run of the do-nothing environment."""
-    task = {"prompt": "do", "action": action, "seconds": seconds, **fields}
+    task = {"data": {"prompt": "do", "action": action, "seconds": seconds, **fields}}
     return RolloutCall(task, "policy", endpoint, 0, {"temperature": 1.0}, deadline_s)
 
 

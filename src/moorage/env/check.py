@@ -86,7 +86,7 @@ async def _check(config: EnvServerConfig, endpoint: str, model: str, console: Co
             f"{', scores groups' if hello.scores_groups else ''}"
         )
         sampled = await client.sample(source)
-        _show("task", _own_fields(sampled.task), console)
+        _show("task", _own_fields(sampled.task["data"]), console)
         sampling = config.source.sampling.model_dump(exclude_none=True) if config.source.sampling else {}
         call = RolloutCall(sampled.task, model, endpoint, None, sampling, config.source.deadline_s)
         if hello.scores_groups:

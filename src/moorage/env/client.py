@@ -55,7 +55,10 @@ class Hello:
 
 @dataclass(frozen=True)
 class Sampled:
-    """A task as plain data, and the stream's cursor behind it (give both to `restore` to continue)."""
+    """A task, and the stream's cursor behind it (give that to `restore` to continue).
+
+    `task` is plain: `type`, `data`, `key` and `hash`, to be given back as it is in a `RolloutCall`.
+    """
 
     task: dict[str, Any]
     epoch: int
@@ -73,7 +76,10 @@ class Ping:
 
 @dataclass(frozen=True)
 class RolloutCall:
-    """One run. `policy_version` is None for a frozen policy; `deadline_s` counts from receipt."""
+    """One run of a `Sampled.task`. `policy_version` is None for a frozen policy.
+
+    `deadline_s` counts from receipt.
+    """
 
     task: dict[str, Any]
     model: str

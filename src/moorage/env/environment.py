@@ -36,7 +36,7 @@ class Environment:
         match request:
             case wire.Sample():
                 served = self.streams.sample(request.stream, request.limit)
-                task = msgspec.Raw(wire.encode(served.task.data.model_dump(mode="json")))
+                task = msgspec.Raw(wire.encode(describe(served.task)))
                 return wire.encode(wire.SampleReply(task=task, epoch=served.epoch, position=served.position))
             case wire.Restore():
                 self.streams.restore(request.stream, request.epoch, request.position, request.limit)
@@ -58,7 +58,7 @@ def load_environment(config: EnvServerConfig) -> Environment:
     if streams.num_tasks == 0:
         raise ConfigError(f"taskset {env_data['taskset']['id']}: load() gave no tasks")
     for task in streams.peek(_PROBED_TASKS):
-        check_wire(task)
+        check_wire(taskset, task)
     return Environment(
         env_id=loaders.resolve_env_config(env_data).env_id,
         env_data=env_data,
@@ -67,18 +67,46 @@ def load_environment(config: EnvServerConfig) -> Environment:
     )
 
 
-def check_wire(task: Any) -> None:
-    """Refuse a task that does not come back from the wire as it was. Raises ConfigError naming the field."""
+def describe(task: Any) -> wire.WireTask:
+    """A verifiers task as it travels."""
+    data = task.data.model_dump(mode="json")
+    return wire.WireTask(type=type(task).__name__, data=data, key=task.key, hash=task.hash)
+
+
+def check_wire(taskset: Any, task: Any) -> None:
+    """Refuse a task that a worker would not get from the wire as it is. Raises ConfigError naming what."""
+    from moorage.env.resolve import task_from_wire
+
     data = task.data
     what = f"task {data.idx} ({type(data).__name__})"
     try:
         dumped = msgspec.msgpack.decode(wire.encode(data.model_dump(mode="json")))
-        again = type(data).model_validate(dumped)
+        again = task_from_wire(taskset, dumped)
     except Exception as error:  # noqa: BLE001 - whatever their serializer raises, it is their field
         raise ConfigError(f"{what} does not survive the wire: {error}") from None
     for name in type(data).model_fields:
-        if getattr(data, name) != getattr(again, name):
+        if getattr(data, name) != (back := getattr(again.data, name, None)):
             raise ConfigError(
                 f"{what}: field `{name}` does not survive the wire ({getattr(data, name)!r} comes back as "
-                f"{getattr(again, name)!r}); use a type that pydantic can read back from JSON"
+                f"{back!r}); use a type that pydantic can read back from JSON"
             )
+        if _has_set(data.model_dump(include={name})):
+            raise ConfigError(
+                f"{what}: field `{name}` holds a set, whose order differs between processes, and the task's "
+                "hash with it; use a list or a tuple"
+            )
+    for name in ("key", "hash"):
+        here, there = getattr(task, name), getattr(again, name)
+        if here != there:
+            raise ConfigError(
+                f"{what}: its {name} is {here!r} here and {there!r} behind the wire; make it depend on the "
+                "task's data alone"
+            )
+
+
+def _has_set(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_has_set, value.values()))
+    return isinstance(value, set | frozenset) or (
+        isinstance(value, list | tuple) and any(map(_has_set, value))
+    )

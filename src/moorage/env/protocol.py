@@ -20,7 +20,7 @@ import msgspec
 
 from moorage.core.errors import EnvServerError
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """No frame is longer, in either direction."""
 PING_S = 5.0
@@ -68,6 +68,15 @@ class Ping(Request):
     open: tuple[str, ...] = ()
 
 
+class WireTask(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """A task: its class, its data as JSON, and verifiers' key and hash of it, by which episodes name it."""
+
+    data: dict[str, Any]
+    type: str = ""
+    key: str | None = None
+    hash: str | None = None
+
+
 class Sample(Request):
     """The next task of a stream. `limit`: only the first so many tasks of its order exist."""
 
@@ -91,7 +100,10 @@ class CloseStream(Request):
 
 
 class RunRollout(Request):
-    """One episode. `policy_version` is None for a frozen policy; `deadline_s` counts from receipt."""
+    """One episode of a `WireTask`. `policy_version` is None for a frozen policy.
+
+    `deadline_s` counts from receipt.
+    """
 
     task: msgspec.Raw
     model: str
@@ -162,7 +174,7 @@ class PingReply(msgspec.Struct, kw_only=True):
 
 
 class SampleReply(msgspec.Struct, kw_only=True):
-    """A task, and the stream's cursor behind it: giving both to `restore` continues after this task."""
+    """A `WireTask`, and the stream's cursor behind it: giving that to `restore` continues after this task."""
 
     task: msgspec.Raw
     epoch: int

@@ -26,7 +26,7 @@ from moorage.env.detectors import make_detectors
 from moorage.env.keep import Keeper, keep_episode
 from moorage.env.keeping import Keeping
 from moorage.env.model_client import ModelService, policy_client, serving
-from moorage.env.protocol import RunRollout, check_size, encode
+from moorage.env.protocol import RunRollout, WireTask, check_size, encode
 from moorage.env.resolve import load_env, task_from_wire
 from moorage.env.turns import Run, SideTable
 from moorage.payload.spool import Spool
@@ -130,7 +130,8 @@ class Runner:
     def _task(self, request: RunRollout) -> vf.Task:
         """Read anew for each run: what an environment scribbles on a task reaches no other episode."""
         try:
-            return task_from_wire(self.env.taskset, msgspec.msgpack.decode(request.task))
+            task = msgspec.msgpack.decode(request.task, type=WireTask)
+            return task_from_wire(self.env.taskset, task.data)
         except (ValidationError, msgspec.DecodeError) as error:
             raise EnvServerError("bad_request", f"the task does not fit this environment: {error}") from None
 

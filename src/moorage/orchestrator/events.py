@@ -66,17 +66,15 @@ def read_payloads(episode: WireEpisode) -> dict[str, TracePayload | None]:
 
 
 def failed_episode(task: dict[str, Any], env_name: str, kind: str, message: str) -> WireEpisode:
-    """An episode that produced nothing: not ok, no traces, the reason in `errors` (R13)."""
+    """An episode that produced nothing: not ok, no traces, the reason in `errors` (R13).
+
+    `task` as `sample` gave it; empty when it gave none.
+    """
     return WireEpisode(
         env=EnvInfo(name=env_name),
-        task=WireEpisode.model_validate({"task": _wire_task(task)}).task,
+        task=WireEpisode.model_validate({"task": {"type": "", "data": {}, **task}}).task,
         errors=[Error(type=kind, message=message)],
     )
-
-
-def _wire_task(task: dict[str, Any]) -> dict[str, Any]:
-    """A task as episodes hold it; what `sample` gives is its data alone."""
-    return task if task.keys() >= {"type", "data"} else {"type": "", "data": task}
 
 
 def mark_failed(episode: WireEpisode, kind: str, message: str) -> None:
@@ -116,10 +114,11 @@ def check_task(group: Group, episode: WireEpisode) -> None:
     """The server must answer for the task it was given; anything else would be trained under a wrong name."""
     for name in ("key", "hash"):
         asked, answered = group.task.get(name), getattr(episode.task, name)
-        if asked is not None and answered is not None and asked != answered:
+        if asked is not None and asked != answered:
             raise EnvServerError(
                 "bad_request",
-                f"source `{group.source}`: sent task {name} {asked!r}, the episode answers for {answered!r}",
+                f"source `{group.source}`: sent task {name} {asked!r}, the episode answers for {answered!r}; "
+                "its environment has to run the task it is given, and task data must not change on the wire",
             )
 
 

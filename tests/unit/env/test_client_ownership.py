@@ -17,7 +17,7 @@ from moorage.env.client import EnvClient, RolloutCall
 from moorage.env.port import Port
 from moorage.env.runner import dump_episode
 
-CALL = RolloutCall({"prompt": "p"}, "policy", "http://127.0.0.1:9", 0, {}, 30.0)
+CALL = RolloutCall({"data": {"prompt": "p"}}, "policy", "http://127.0.0.1:9", 0, {}, 30.0)
 
 
 class Peer:
