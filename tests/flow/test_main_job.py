@@ -20,9 +20,10 @@ STEPS = 3
 def job(tmp_path_factory: pytest.TempPathFactory, dense_model: Path) -> Job:
     folder = tmp_path_factory.mktemp("job")
     spool = folder / "spool"
-    return run_job(
-        folder, dense_model, "--trainer.optimizer.lr", "0", "--payload.spool_dir", str(spool), max_steps=STEPS
-    )
+    shared = ("--orchestrator.sampling.top_k", "40", "--orchestrator.sampling.top_p", "0.9")
+    own = ("--orchestrator.train.0.sampling.temperature", "0.8")
+    control = ("--trainer.optimizer.lr", "0", "--payload.spool_dir", str(spool))
+    return run_job(folder, dense_model, *shared, *own, *control, max_steps=STEPS)
 
 
 def test_trainer_and_engine_agree_on_every_log_probability(job: Job) -> None:
@@ -31,6 +32,20 @@ def test_trainer_and_engine_agree_on_every_log_probability(job: Job) -> None:
     for line in lines:
         assert line["mismatch_kl/max"] < 1e-6
         assert line["payload/dropped_micro_batches"] == 0
+
+
+def test_what_a_source_sets_joins_the_shared_sampling_in_every_call(job: Job) -> None:
+    for step in range(1, STEPS + 1):
+        lines = job.run.traces(step, "train", "all").read_text().splitlines()
+        calls = [
+            call["sampling"]
+            for line in lines
+            for trace in json.loads(line)["traces"]
+            for call in trace["calls"]
+        ]
+        wanted = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "max_tokens": 8}
+        assert calls
+        assert all({name: call.get(name) for name in wanted} == wanted for call in calls), calls[:2]
 
 
 def test_the_summary_has_every_field_with_measured_values(job: Job) -> None:
