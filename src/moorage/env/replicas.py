@@ -1,13 +1,15 @@
 """Several servers of one source as one: least busy, one coherent stream, dead ones passed over (R28).
 
 Promises: a run goes to the living server with the fewest runs of ours in flight; tasks come from one server
-at a time, and when that dies the next one continues its streams where they stood; a dead server's calls
-have failed by themselves (`EnvClient`), so nothing waits for it. It does not start or restart servers.
+at a time, and when that does not answer the next one continues its streams where they stood; no answer that
+was lost skips a task, and no cursor that a server was left with is trusted; a dead server's calls have failed
+by themselves (`EnvClient`), so nothing waits for it. It does not start or restart servers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import TypeVar
 
 from verifiers.v1.episode import WireEpisode
 
@@ -16,6 +18,7 @@ from moorage.core.log import get_logger
 from moorage.env.client import EnvClient, Hello, Ping, RolloutCall, Sampled
 from moorage.records.payload import Ledger
 
+T = TypeVar("T")
 log = get_logger(__name__)
 
 
@@ -27,7 +30,9 @@ class Replicas:
             raise ValueError("a source needs at least one env server")
         self.clients = list(clients)
         self._sampler = self.clients[0]
-        self._cursors: dict[str, tuple[int, int, int | None]] = {}
+        self._cursors: dict[str, tuple[int, int]] = {}
+        self._keepers: dict[str, EnvClient | None] = {}
+        """The server whose cursor of a stream is ours, None when none is for sure."""
 
     @property
     def alive(self) -> list[EnvClient]:
@@ -60,28 +65,41 @@ class Replicas:
         return hellos[0]
 
     async def sample(self, stream: str, limit: int | None = None) -> Sampled:
-        """The next task of `stream`, from whichever server keeps it now."""
-        while True:
-            client = self._sampler
-            try:
-                await self._bring(client, stream, limit)
-                sampled = await client.sample(stream, limit)
-            except EnvServerError as error:
-                if error.kind != "unreachable" or not self._move_on(client):
-                    raise
-                continue
-            self._cursors[stream] = (sampled.epoch, sampled.position, limit)
-            return sampled
+        """The next task of `stream`, from whichever server keeps it now. One call at a time for a stream."""
 
-    async def _bring(self, client: EnvClient, stream: str, limit: int | None) -> None:
-        """Continue a stream on a server that has taken over from a dead one."""
-        cursor = self._cursors.get(stream)
-        if cursor is not None and stream not in client.streams:
-            epoch, position, _ = cursor
-            await client.restore(stream, epoch, position, limit)
+        async def sample(client: EnvClient) -> Sampled:
+            if stream in self._keepers and self._keepers[stream] is not client:
+                epoch, position = self._cursors.get(stream, (0, 0))
+                await client.restore(stream, epoch, position, limit)
+            return await client.sample(stream, limit)
+
+        sampled = await self._on_sampler(stream, sample)
+        self._cursors[stream] = (sampled.epoch, sampled.position)
+        return sampled
+
+    async def restore(self, stream: str, epoch: int, position: int, limit: int | None = None) -> None:
+        """Set a stream's cursor."""
+        await self._on_sampler(stream, lambda client: client.restore(stream, epoch, position, limit))
+        self._cursors[stream] = (epoch, position)
+
+    async def _on_sampler(self, stream: str, ask: Callable[[EnvClient], Awaitable[T]]) -> T:
+        """Ask the sampler, or the next one while it does not answer: each server at most once."""
+        left = len(self.clients)
+        while True:
+            client, left = self._sampler, left - 1
+            try:
+                answer = await ask(client)
+            except BaseException as error:
+                self._keepers[stream] = None  # it may have moved on unheard
+                if not _is_silence(error) or not self._move_on(client) or not left:
+                    raise
+            else:
+                self._keepers[stream] = client
+                return answer
 
     def _move_on(self, failed: EnvClient) -> bool:
-        others = [client for client in self.alive if client is not failed]
+        at = self.clients.index(failed)
+        others = [client for client in self.clients[at + 1 :] + self.clients[:at] if client.dead is None]
         if not others:
             return False
         if self._sampler is failed:
@@ -89,17 +107,14 @@ class Replicas:
             log.warning("tasks now come from %s", self._sampler.address)
         return True
 
-    async def restore(self, stream: str, epoch: int, position: int, limit: int | None = None) -> None:
-        """Set a stream's cursor."""
-        await self._sampler.restore(stream, epoch, position, limit)
-        self._cursors[stream] = (epoch, position, limit)
-
     async def close_stream(self, stream: str) -> None:
         """Forget a stream."""
         self._cursors.pop(stream, None)
+        self._keepers[stream] = None  # until all have forgotten it
         for client in self.alive:
             if stream in client.streams:
                 await client.close_stream(stream)
+        del self._keepers[stream]
 
     async def run_rollout(self, call: RolloutCall) -> WireEpisode:
         """One episode on the least busy server."""
@@ -134,3 +149,7 @@ class Replicas:
         """Disconnect from all."""
         for client in self.clients:
             await client.close()
+
+
+def _is_silence(error: BaseException) -> bool:
+    return isinstance(error, EnvServerError) and error.kind == "unreachable"
