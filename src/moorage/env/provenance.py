@@ -1,8 +1,7 @@
 """Dispatch facts on verifiers' own episodes: which env, which group, which work, which policy (R12, R15).
 
-`stamp` is the one place that turns what a dispatcher knows into what an episode says; the `read_*` functions
-are the only readers. The policy span comes from the engine's version labels, as `keep` noted them on the
-traces; the oldest token decides. A frozen sampler has no span, and reads None.
+`stamp` is the one place that turns what a dispatcher knows into what an episode says. The policy span comes
+from the engine's version labels, as `keep` noted them on the traces; a frozen sampler has none.
 """
 
 from __future__ import annotations
@@ -18,8 +17,6 @@ from verifiers.v1.episode import (
     TrainRunInfo,
     TrainWorkInfo,
 )
-
-from moorage.env.keep import read_payload
 
 Split = Literal["train", "eval"]
 
@@ -52,52 +49,3 @@ def stamp(
         else EvalWorkInfo(step=step, policy=policy)
     )
     episode.record_run(TrainRunInfo(id=run_id, name=run_name, work=work))
-
-
-def read_env(episode: Episode) -> str:
-    """The name that the run gives to the episode's env."""
-    if episode.env.name is None:
-        raise ValueError(f"episode {episode.id} was never stamped")
-    return episode.env.name
-
-
-def read_group(episode: Episode) -> str | None:
-    """Id of the episode's group."""
-    return None if episode.group is None else episode.group.id
-
-
-def read_split(episode: Episode) -> Split | None:
-    """`train` or `eval`; None outside a training run."""
-    return episode.run.work.type if isinstance(episode.run, TrainRunInfo) else None
-
-
-def read_step(episode: Episode) -> int | None:
-    """The step that the episode worked for; None outside a training run."""
-    return episode.run.work.step if isinstance(episode.run, TrainRunInfo) else None
-
-
-def read_span(episode: Episode) -> tuple[int, int] | None:
-    """Oldest and newest policy version, None for a frozen sampler or when never stamped."""
-    policy = episode.run.work.policy if isinstance(episode.run, TrainRunInfo) else None
-    return None if policy is None else (policy.start, policy.end)
-
-
-def measure_span(episode: Episode) -> tuple[int, int] | None:
-    """Oldest and newest version over everything the episode's payloads name, None when none is named."""
-    payloads = [payload for trace in episode.traces if (payload := read_payload(trace)) is not None]
-    named = [
-        branch.versions for payload in payloads for branch in payload.branches if branch.versions is not None
-    ]
-    return (min(low for low, _ in named), max(high for _, high in named)) if named else None
-
-
-def measure_lag(episode: Episode, version: int) -> int | None:
-    """Versions by which the episode's oldest token is behind `version`; None without a span."""
-    span = read_span(episode)
-    return None if span is None else version - span[0]
-
-
-def measure_drift(episode: Episode) -> int | None:
-    """Versions that passed while the episode was generated; None without a span."""
-    span = read_span(episode)
-    return None if span is None else span[1] - span[0]

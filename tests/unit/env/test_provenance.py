@@ -1,72 +1,47 @@
-"""Dispatch facts on episodes, and versions derived from what the engine said."""
+"""Dispatch facts on episodes, in the words of the environment library (R12, R15)."""
 
 from __future__ import annotations
 
-import msgspec
-import pytest
 import verifiers.v1 as vf
-from verifiers.v1.trace import AgentInfo, TraceTask
+from verifiers.v1.episode import EvalRunInfo, TrainRunInfo
+from verifiers.v1.trace import TraceTask
 
-from moorage.env import provenance
-from moorage.env.keep import INFO_KEY
-from moorage.records.payload import BranchPayload, TracePayload
-
-
-def make_episode(*versions: tuple[int, int] | None) -> vf.Episode:
-    """An episode with one kept branch per entry, each in a trace of its own."""
-    task = TraceTask(type="Task", data=vf.TaskData(prompt="p"))
-    traces = []
-    for number, span in enumerate(versions):
-        trace = vf.Trace(task=task, agent=AgentInfo(config=vf.AgentConfig()))
-        branch = BranchPayload(0, str(number), 4, 2, ("token_ids",), None, 10, span, ())
-        trace.info[INFO_KEY] = msgspec.to_builtins(TracePayload("http://x", "s", {}, (branch,)))
-        traces.append(trace)
-    return vf.Episode(task=task, traces=traces)
+from moorage.env.provenance import stamp
 
 
-def test_what_is_stamped_is_what_is_read() -> None:
-    episode = make_episode((3, 4))
-    provenance.stamp(
+def make_episode() -> vf.Episode:
+    return vf.Episode(task=TraceTask(type="Task", data=vf.TaskData(prompt="p")))
+
+
+def over_the_wire(episode: vf.Episode) -> vf.WireEpisode:
+    return vf.WireEpisode.model_validate(episode.model_dump(mode="json"))
+
+
+def test_a_train_episode_says_env_group_run_step_and_span() -> None:
+    episode = make_episode()
+    stamp(
         episode, env_name="math", group_id="g1", run_id="r", run_name="n", split="train", step=5, span=(3, 4)
     )
-    assert provenance.read_env(episode) == "math"
-    assert provenance.read_group(episode) == "g1"
-    assert provenance.read_split(episode) == "train"
-    assert provenance.read_step(episode) == 5
-    assert provenance.read_span(episode) == (3, 4)
-    assert provenance.measure_lag(episode, 4) == 1
-    assert provenance.measure_drift(episode) == 1
+    for each in (episode, over_the_wire(episode)):
+        assert each.env.name == "math"
+        assert each.group is not None
+        assert each.group.id == "g1"
+        assert isinstance(each.run, TrainRunInfo)
+        assert (each.run.id, each.run.name) == ("r", "n")
+        assert (each.run.work.type, each.run.work.step) == ("train", 5)
+        assert each.run.work.policy is not None
+        assert (each.run.work.policy.start, each.run.work.policy.end) == (3, 4)
 
 
-def test_a_frozen_sampler_has_no_span_and_reads_none() -> None:
-    episode = make_episode(None)
-    provenance.stamp(episode, env_name="math", group_id=None, run_id="r", split="eval", step=2)
-    assert provenance.read_split(episode) == "eval"
-    assert provenance.read_group(episode) is None
-    assert provenance.measure_span(episode) is None
-    assert provenance.measure_lag(episode, 9) is None
-    assert provenance.measure_drift(episode) is None
-
-
-def test_a_stand_alone_evaluation_has_no_step() -> None:
+def test_a_frozen_sampler_has_no_span() -> None:
     episode = make_episode()
-    provenance.stamp(episode, env_name="math", group_id="g", run_id="r", split=None)
-    assert provenance.read_split(episode) is None
-    assert provenance.read_step(episode) is None
+    stamp(episode, env_name="math", group_id=None, run_id="r", split="eval", step=2)
+    back = over_the_wire(episode)
+    assert isinstance(back.run, TrainRunInfo)
+    assert (back.run.work.type, back.run.work.policy, back.group) == ("eval", None, None)
 
 
-def test_the_span_of_an_episode_covers_all_its_branches() -> None:
-    assert provenance.measure_span(make_episode((3, 5), None, (2, 4))) == (2, 5)
-
-
-def test_the_facts_survive_the_wire() -> None:
-    episode = make_episode((3, 4))
-    provenance.stamp(episode, env_name="math", group_id="g1", run_id="r", split="train", step=5, span=(3, 4))
-    back = vf.WireEpisode.model_validate(episode.model_dump(mode="json"))
-    assert provenance.read_span(back) == (3, 4)
-    assert provenance.measure_span(back) == (3, 4)
-
-
-def test_an_episode_that_was_never_stamped_has_no_env() -> None:
-    with pytest.raises(ValueError, match="never stamped"):
-        provenance.read_env(make_episode())
+def test_a_stand_alone_evaluation_has_no_work() -> None:
+    episode = make_episode()
+    stamp(episode, env_name="math", group_id="g", run_id="r", split=None)
+    assert isinstance(over_the_wire(episode).run, EvalRunInfo)
