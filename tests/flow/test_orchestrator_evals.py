@@ -4,12 +4,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 
 import pytest
 
+from moorage.core.rundir import RunDir
+from moorage.exchange.batches import read_checkpoint_state
+from moorage.launcher.resume import clean_after
 from moorage.monitor.files import read_metrics
+from moorage.orchestrator.loop import missing_measurements
+from moorage.orchestrator.progress import Progress, decode_state
 from tests.flow.test_orchestrator_dispatch import read_lines
 from tests.flow.test_orchestrator_run import (
     assert_accounts,
@@ -18,6 +23,7 @@ from tests.flow.test_orchestrator_run import (
     run_with_trainer,
 )
 from tests.unit.orchestrator.scripted import ScriptedEnv, ScriptedStore, ScriptedTrainer, reply_after
+from tests.unit.orchestrator.test_records import make_state
 
 
 def measure(
@@ -108,3 +114,83 @@ def test_a_position_whose_task_cannot_be_had_is_errored_and_the_others_have_thei
     for line in read_lines(tmp_path, "eval"):
         places[line.group.id].append(line.task.data.idx if line.traces else None)
     assert places == {"eval/m@1/0": [None, None]} | {f"eval/m@1/{at}": [at, at] for at in (1, 2, 3)}
+
+
+def measured_passes(run: RunDir) -> list[tuple[int, int]]:
+    """(version, episodes) of each measurement in the metrics file."""
+    rows = [row for row in read_metrics(run.metrics("orchestrator")) if "eval/m/policy_version" in row]
+    return [(row["eval/m/policy_version"], row["eval/m/num_episodes"]) for row in rows]
+
+
+def test_a_measurement_that_a_kill_interrupts_goes_on_with_what_is_there(tmp_path):
+    """Version 2 is live and half measured when the orchestrator dies; the state of step 2 is older."""
+    source = {"name": "m", "env": {"taskset": {"id": "x"}}, "num_tasks": 4, "interval": 2, "group_size": 2}
+    block = {"sources": [source]}
+
+    async def first_attempt():
+        store = ScriptedStore()
+        fine = reply_after(store)
+
+        async def the_fifth_on_hang(call, nth):
+            if call.policy_version == 2 and call.task["data"]["idx"] > 1:
+                await asyncio.sleep(60)
+            return await fine(call, nth)
+
+        config = make_process_config(tmp_path, 4, eval=block, checkpoint_interval=2)
+        orchestrator = make_orchestrator(
+            config, ScriptedEnv(store, reply_after(store)), {"m": ScriptedEnv(store, the_fifth_on_hang)}
+        )
+        trainer = ScriptedTrainer(orchestrator.run_dir, store, first=1, last=2)
+        stop = asyncio.Event()
+
+        async def stop_when_half_is_there():
+            path = orchestrator.run_dir.traces(2, "eval", "all")
+            while not path.exists() or len(path.read_bytes().splitlines()) < 4:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            stop.set()
+
+        stopping = asyncio.create_task(stop_when_half_is_there())
+        assert not await run_with_trainer(orchestrator, trainer, stop=stop)
+        await stopping
+        run = orchestrator.run_dir
+        clean_after(run, 2, keep_batches=False)
+        return decode_state(read_checkpoint_state(run.checkpoint(2, "orchestrator")), ("script",))
+
+    async def second_attempt(state):
+        store = ScriptedStore()
+        config = make_process_config(tmp_path, 4, eval=block, start_step=3)
+        train, evals = (ScriptedEnv(store, reply_after(store)) for _ in range(2))
+        orchestrator = make_orchestrator(config, train, {"m": evals}, state=state)
+        trainer = ScriptedTrainer(orchestrator.run_dir, store, first=3, last=4)
+        assert await run_with_trainer(orchestrator, trainer)
+        store.assert_clean()
+        return evals, orchestrator.run_dir
+
+    evals, run = asyncio.run(second_attempt(asyncio.run(first_attempt())))
+    assert measured_passes(run) == [(0, 8), (2, 8), (4, 8)]
+    assert [index for stream, index in evals.sampled if stream == "eval/m@2"] == [2, 3]
+    lines = read_lines(tmp_path, "eval")
+    places = Counter((line.group.id, line.task.data.idx) for line in lines)
+    assert places == {(f"eval/m@{v}/{at}", at): 2 for v in (0, 2, 4) for at in range(4)}
+
+
+def test_the_last_measurement_is_made_up_for_after_everything_else_is_done(tmp_path):
+    """Killed between the last checkpoint and the end of the last measurement."""
+    source = {"name": "m", "env": {"taskset": {"id": "x"}}, "num_tasks": 4}
+    config = make_process_config(tmp_path, 2, eval={"sources": [source]}, start_step=3)
+    run = RunDir(config.facts.run_dir)
+    assert missing_measurements(config, run) == ["m"]
+
+    async def scenario():
+        store = ScriptedStore()
+        train, evals = (ScriptedEnv(store, reply_after(store)) for _ in range(2))
+        state = make_state(step=2, progress=Progress(step=3), sources=("script",), streams={}, open_tasks=())
+        orchestrator = make_orchestrator(config, train, {"m": evals}, state=state)
+        assert await orchestrator.run(asyncio.Event())
+        orchestrator.parts.monitor.close()
+        store.assert_clean()
+        assert train.num_runs == 0
+
+    asyncio.run(scenario())
+    assert measured_passes(run) == [(2, 4)]
+    assert missing_measurements(config, run) == []

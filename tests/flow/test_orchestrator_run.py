@@ -14,6 +14,7 @@ from moorage.monitor.fanout import Fanout
 from moorage.monitor.files import FileMonitor, read_metrics
 from moorage.orchestrator.environments import Environment
 from moorage.orchestrator.holdings import Holdings
+from moorage.orchestrator.measuring import read_measured
 from moorage.orchestrator.parts import Parts
 from moorage.orchestrator.run import Orchestrator
 from moorage.orchestrator.sources import resolve_eval, resolve_train
@@ -73,6 +74,7 @@ def make_orchestrator(
         monitor=Fanout([FileMonitor(run.metrics("orchestrator"))]),
         state=state,
         live_version=config.facts.start_step - 1,
+        measured=read_measured(run, evals),
         make_id=lambda: f"g{next(ids)}",
     )
     return Orchestrator(config, parts)

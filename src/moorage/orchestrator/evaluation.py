@@ -45,8 +45,8 @@ from moorage.orchestrator.events import Event, episodes_of
 from moorage.orchestrator.holdings import Holdings
 from moorage.orchestrator.outcomes import Outcomes
 from moorage.orchestrator.policy import Policy
-from moorage.orchestrator.results import Earlier, read_earlier, render_results
-from moorage.orchestrator.sources import EvalPass, Source, eval_stream, group_id, resolve_eval
+from moorage.orchestrator.results import Earlier, read_earlier, render_results, whole_sizes
+from moorage.orchestrator.sources import EvalPass, Source, resolve_eval
 from moorage.payload.client import PayloadClient
 from moorage.records.payload import Ledger
 
@@ -208,7 +208,7 @@ class Evaluation:
 
     async def run(self, stop: asyncio.Event) -> bool:
         """Until every pass is whole, or `stop`. Writes results.json and prints the table when whole."""
-        earlier = read_earlier(self.run_dir, self.config.version, self._whole_sizes())
+        earlier = read_earlier(self.run_dir, self.config.version, whole_sizes(self.environments.values()))
         passes = [self._begin(each.source, earlier) for each in self.environments.values()]
         self.dispatcher.opener.slots.add(passes)
         self._owner.start(self.holdings.run(), "releases", forever=True)
@@ -236,18 +236,9 @@ class Evaluation:
         log.info("all figures: %s", path)
         return True
 
-    def _whole_sizes(self) -> dict[str, int]:
-        """Group size of the sources whose groups come whole or not at all."""
-        return {
-            name: each.source.group_size for name, each in self.environments.items() if each.scores_groups
-        }
-
     def _begin(self, source: Source, earlier: Earlier) -> EvalPass:
-        counts = earlier.counts(source.name)
-        stream, num_tasks = eval_stream(source.name, self.config.version), self.sizes[source.name]
-        done = {at: counts.get(group_id(stream, at), 0) for at in range(num_tasks)}
-        pass_ = EvalPass(source, self.config.version, num_tasks, {at: n for at, n in done.items() if n})
-        kept = [facts for facts in earlier.episodes if facts.env == source.name]
+        pass_ = earlier.continued(source, self.config.version, self.sizes[source.name])
+        kept = earlier.of(source.name)
         self.num_done += len(kept)
         if kept:
             log.info("%s: %d episodes are there already", source.name, len(kept))

@@ -45,6 +45,7 @@ from moorage.exchange.batches import newest_batch, read_checkpoint_state, read_o
 from moorage.monitor.setup import make_monitor
 from moorage.orchestrator.connect import Identity, check_eval_size, connect_source
 from moorage.orchestrator.holdings import Holdings
+from moorage.orchestrator.measuring import read_measured
 from moorage.orchestrator.parts import Parts
 from moorage.orchestrator.policy import Policy, PolicyWatcher
 from moorage.orchestrator.progress import State, decode_state
@@ -62,7 +63,7 @@ def main(config: OrchestratorProcessConfig) -> int:
     setup_logging("orchestrator")
     watch_parent()
     run = RunDir(config.facts.run_dir)
-    if config.facts.start_step > config.facts.max_steps:
+    if config.facts.start_step > config.facts.max_steps and not missing_measurements(config, run):
         log.info("step %d of %d is done already", config.facts.start_step - 1, config.facts.max_steps)
         return 0
     with Heartbeat(run, "orchestrator"):
@@ -118,6 +119,7 @@ async def run_attempt(config: OrchestratorProcessConfig, run: RunDir, stop: asyn
             monitor=monitor,
             state=state,
             live_version=live_version,
+            measured=read_measured(run, evals),
         )
         return await Orchestrator(config, parts).run(stop)
     finally:
@@ -158,6 +160,13 @@ async def _set_up(
         await environment.client.restore(stream, epoch, position)
     await fleet.wait_ready(config.ready_timeout_s)
     return state, await bring_live(config, run, fleet, trainer)
+
+
+def missing_measurements(config: OrchestratorProcessConfig, run: RunDir) -> list[str]:
+    """Eval sources that no attempt has measured whole at the last version."""
+    names = [str(source.name) for source in config.orchestrator.eval.sources]
+    measured = read_measured(run, names)
+    return [name for name in names if measured.get(name) != config.facts.max_steps]
 
 
 async def bring_live(config: OrchestratorProcessConfig, run: RunDir, fleet: Fleet, trainer: PeerWatch) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from moorage.config.run import OrchestratorProcessConfig
@@ -34,6 +34,9 @@ class Parts:
     monitor: Fanout
     state: State | None = None
     live_version: int = 0
+    measured: Mapping[str, int] = field(default_factory=dict)
+    """Source to the newest version that earlier attempts measured whole."""
+
     make_id: Callable[[], str] = lambda: uuid.uuid4().hex
 
 
@@ -113,9 +116,8 @@ def make_schedule(config: OrchestratorProcessConfig, parts: Parts) -> EvalSchedu
     settings = config.orchestrator.eval
     return EvalSchedule(
         [environment.source for environment in parts.evals.values()],
-        first_version=parts.live_version,
         last_version=config.facts.max_steps,
         skip_first=settings.skip_first_step,
-        resumed=parts.state is not None,
-        retrigger_on_resume=settings.retrigger_on_resume,
+        measured=parts.measured,
+        retrigger=settings.retrigger_on_resume and parts.state is not None,
     )

@@ -13,7 +13,7 @@ import msgspec
 from moorage.core.errors import ConfigError, ExchangeError
 from moorage.orchestrator.outcomes import OutcomeCounts
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 
 
 class OpenTask(msgspec.Struct, frozen=True, array_like=True):
@@ -21,13 +21,6 @@ class OpenTask(msgspec.Struct, frozen=True, array_like=True):
 
     source: str
     task: dict[str, Any]
-
-
-class OpenPass(msgspec.Struct, frozen=True, array_like=True):
-    """An eval pass that is not whole; it is measured anew from its first task."""
-
-    source: str
-    version: int
 
 
 class Progress(msgspec.Struct):
@@ -50,7 +43,6 @@ class State(msgspec.Struct):
     num_picked: int
     streams: dict[str, tuple[int, int]]
     open_tasks: tuple[OpenTask, ...]
-    open_passes: tuple[OpenPass, ...]
     algorithms: dict[str, Any]
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import orjson
 from verifiers.v1 import WireEpisode
 
 from moorage.core.rundir import RunDir, write_bytes_atomic
+from moorage.orchestrator.environments import Environment
 from moorage.orchestrator.events import is_infra_episode
 from moorage.orchestrator.facts import EpisodeFacts, read_episode
+from moorage.orchestrator.sources import EvalPass, Source, eval_stream, group_id
 
 
 @dataclass(frozen=True)
@@ -20,16 +22,29 @@ class Earlier:
 
     episodes: list[EpisodeFacts]
 
-    def counts(self, source: str) -> Counter[str]:
-        """Group id to episodes."""
-        return Counter(facts.group_id for facts in self.episodes if facts.env == source)
+    def of(self, source: str) -> list[EpisodeFacts]:
+        """Those of one source."""
+        return [facts for facts in self.episodes if facts.env == source]
+
+    def continued(self, source: Source, version: int, num_tasks: int) -> EvalPass:
+        """The pass that needs only what is not there."""
+        counts = Counter(facts.group_id for facts in self.of(source.name))
+        stream = eval_stream(source.name, version)
+        done = {at: counts[name] for at in range(num_tasks) if (name := group_id(stream, at)) in counts}
+        return EvalPass(source, version, num_tasks, done)
 
 
-def read_earlier(run: RunDir, version: int, whole_sizes: Mapping[str, int]) -> Earlier:
+def whole_sizes(environments: Iterable[Environment]) -> dict[str, int]:
+    """Group size of the sources whose groups come whole or not at all."""
+    return {each.source.name: each.source.group_size for each in environments if each.scores_groups}
+
+
+def read_earlier(run: RunDir, version: int, sizes: Mapping[str, int], void: Collection[str] = ()) -> Earlier:
     """The final episodes of an interrupted measurement.
 
-    Torn lines, episodes lost to an infrastructure failure, and groups that are not whole though they must
-    be (`whole_sizes`: source to group size) are taken out of the file: they are run again.
+    Torn lines, episodes lost to an infrastructure failure, groups that are not whole though they must be
+    (`sizes`: see `whole_sizes`), and all of the sources in `void` are taken out of the file: they are run
+    again.
     """
     path = run.traces(version, "eval", "all")
     if not path.exists():
@@ -37,11 +52,12 @@ def read_earlier(run: RunDir, version: int, whole_sizes: Mapping[str, int]) -> E
     kept: list[tuple[bytes, EpisodeFacts]] = []
     for line in path.read_bytes().splitlines(keepends=True):
         episode = _read_line(line)
-        if episode is not None and episode.group is not None and not is_infra_episode(episode):
-            facts = read_episode(episode, env=episode.env.name or "", group_id=episode.group.id)
+        name = (episode.env.name or "") if episode is not None else ""
+        if episode is not None and name not in void and episode.group and not is_infra_episode(episode):
+            facts = read_episode(episode, env=name, group_id=episode.group.id)
             kept.append((line if line.endswith(b"\n") else line + b"\n", facts))
     counts = Counter(facts.group_id for _, facts in kept)
-    whole = [(line, facts) for line, facts in kept if counts[facts.group_id] >= whole_sizes.get(facts.env, 0)]
+    whole = [(line, facts) for line, facts in kept if counts[facts.group_id] >= sizes.get(facts.env, 0)]
     write_bytes_atomic(path, b"".join(line for line, _ in whole))
     return Earlier([facts for _, facts in whole])
 

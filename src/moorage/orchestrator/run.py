@@ -73,6 +73,8 @@ class Orchestrator:
             gate=self._gate,
             on_open=self.unfinished.open,
         )
+        if self.progress.step > config.facts.max_steps:
+            self.dispatcher.opener.end_training()  # what is left is to measure
         self.watcher = PolicyWatcher(
             self.run_dir,
             self.policy,
@@ -97,9 +99,11 @@ class Orchestrator:
         self._owner = TaskOwner("orchestrator")
         self._changed = asyncio.Event()
         self.measuring = Measuring(
+            self.run_dir,
             parts.evals,
             parts.eval_sizes,
             make_schedule(config, parts),
+            parts.measured,
             parts.holdings,
             parts.monitor,
             self._owner,
@@ -136,8 +140,6 @@ class Orchestrator:
         self._owner.start(self._consume(), "consume", forever=True)
         self._owner.start(self.dispatcher.run(), "dispatch", forever=True)
         self.measuring.begin(self.dispatcher, self.parts.live_version)
-        if self.parts.state is not None:
-            self.measuring.resume(self.dispatcher, self.policy.version, self.parts.state.open_passes)
         self._owner.start(self._watch_trainer(), "watch trainer")
         watching = self._owner.start(self.watcher.run(), "policy")
         work = self._owner.start(self._work(watching), "ship")
@@ -166,7 +168,7 @@ class Orchestrator:
         await watching
         await self._clean_up(self.policy.version)
         self.ship_waits_for = "eval episodes"
-        while self.measuring.open_passes or not self.dispatcher.is_idle:
+        while not self.measuring.is_whole or not self.dispatcher.is_idle:
             self._changed.clear()
             await self._wait_changed()
         self.ship_waits_for = ""
@@ -301,7 +303,6 @@ class Orchestrator:
             streams=dict(self.dispatcher.opener.cursors.streams),
             open_tasks=tuple(OpenTask(*each) for each in self.dispatcher.opener.requeued_tasks)
             + self.unfinished.tasks,
-            open_passes=self.measuring.open_passes,
             algorithms={name: each.algorithm.state() for name, each in self.sink.settings.items()},
         )
 

@@ -195,32 +195,43 @@ class EvalSlots:
 class EvalSchedule:
     """Decides which sources to measure at a policy version.
 
-    A version is due for a source when it, or one that was skipped since the last trigger, is a multiple of
-    the source's interval; it fires once, labelled with the version that is measured. The last version fires
-    every source.
+    A version is due for a source when it, or one that was skipped since the source was last measured, is a
+    multiple of its interval; the last version is due for every source. What was begun and never became whole
+    was not measured, and is due at the next version that is live.
     """
 
     def __init__(
         self,
         sources: Sequence[Source],
         *,
-        first_version: int,
         last_version: int,
         skip_first: bool,
-        resumed: bool,
-        retrigger_on_resume: bool,
+        measured: Mapping[str, int] | None = None,
+        retrigger: bool = False,
     ) -> None:
+        """`measured`: source to the newest version that earlier attempts measured whole. `retrigger`: measure
+        all sources at the first version, whatever was measured."""
         self._sources = list(sources)
         self._last_version = last_version
-        measures_first = retrigger_on_resume if resumed else not skip_first
-        self._seen = first_version - 1 if measures_first else first_version
-        self._first = first_version if measures_first else None
+        never = 0 if skip_first else -1
+        known = {} if retrigger or measured is None else measured
+        self._since = {source.name: known.get(source.name, never) for source in sources}
+        if retrigger:
+            self._since = dict.fromkeys(self._since, -1)
 
     def due(self, version: int) -> list[Source]:
-        """Sources to measure now that `version` is live. Call once per live version, ascending."""
-        if version <= self._seen:
-            return []
-        since, self._seen = self._seen, version
-        if version >= self._last_version or version == self._first:
-            return list(self._sources)
-        return [each for each in self._sources if version // each.interval > max(since, 0) // each.interval]
+        """Sources to measure now that `version` is live."""
+        chosen = [source for source in self._sources if self._is_due(source, version)]
+        for source in chosen:
+            self._since[source.name] = version
+        return chosen
+
+    def _is_due(self, source: Source, version: int) -> bool:
+        since = self._since[source.name]
+        if version <= since:
+            return False
+        return (
+            since < 0
+            or version >= self._last_version
+            or version // source.interval > since // source.interval
+        )

@@ -20,7 +20,15 @@ from moorage.orchestrator.holdings import Holdings
 from moorage.orchestrator.lag import LoopLag
 from moorage.orchestrator.outcomes import OutcomeCounts, Outcomes
 from moorage.orchestrator.policy import Policy, PolicyWatcher
-from moorage.orchestrator.progress import OpenTask, Progress, State, Unfinished, decode_state, encode_state
+from moorage.orchestrator.progress import (
+    STATE_VERSION,
+    OpenTask,
+    Progress,
+    State,
+    Unfinished,
+    decode_state,
+    encode_state,
+)
 from moorage.orchestrator.ship import clean_up, load_cost
 from moorage.orchestrator.stall import StallReporter
 from moorage.payload.custody import CustodyError
@@ -101,7 +109,7 @@ def test_a_lost_sandbox_is_infrastructure_and_a_failed_task_is_not():
 
 def make_state(**more) -> State:
     defaults = {
-        "version": 1,
+        "version": STATE_VERSION,
         "step": 4,
         "progress": Progress(step=5),
         "counts": OutcomeCounts(started=3),
@@ -109,7 +117,6 @@ def make_state(**more) -> State:
         "num_picked": 7,
         "streams": {"train/a": (1, 2)},
         "open_tasks": (OpenTask("a", make_task(1)),),
-        "open_passes": (),
         "algorithms": {"a": None},
     }
     return State(**{**defaults, **more})

@@ -29,14 +29,7 @@ def make_source(name: str, ratio: float = 1.0, interval: int = 5) -> Source:
 
 def make_schedule(intervals: list[int], **settings) -> EvalSchedule:
     sources = [make_source(f"s{i}", interval=each) for i, each in enumerate(intervals)]
-    defaults = {
-        "first_version": 0,
-        "last_version": 12,
-        "skip_first": False,
-        "resumed": False,
-        "retrigger_on_resume": False,
-    }
-    return EvalSchedule(sources, **{**defaults, **settings})
+    return EvalSchedule(sources, **{"last_version": 12, "skip_first": False, **settings})
 
 
 def names(sources) -> list[str]:
@@ -119,12 +112,34 @@ def test_the_first_version_can_be_skipped():
     assert [version for version in range(13) if schedule.due(version)] == [5, 10, 12]
 
 
-def test_a_resumed_run_measures_its_start_only_when_asked():
-    assert not make_schedule([5], first_version=5, resumed=True).due(5)
-    again = make_schedule([5], first_version=6, resumed=True, retrigger_on_resume=True)
+def test_what_was_measured_is_not_due_again_unless_asked():
+    assert not make_schedule([5], measured={"s0": 5}).due(5)
+    assert names(make_schedule([5], measured={"s0": 5}).due(10)) == ["s0"]
+    again = make_schedule([5], measured={"s0": 5}, retrigger=True)
     assert names(again.due(6)) == ["s0"]
     assert not again.due(7)
     assert names(again.due(10)) == ["s0"]
+
+
+@pytest.mark.parametrize(
+    ("measured", "live", "due"),
+    [
+        ({"s0": 5}, 10, ["s0"]),  # killed inside the measurement at 10, or before it began
+        ({"s0": 5}, 9, []),
+        ({"s0": 5}, 11, ["s0"]),  # resumed behind it: measured late rather than never
+        ({"s0": 10}, 12, ["s0"]),  # the last version is
+        ({"s0": 12}, 12, []),
+        ({}, 3, ["s0"]),  # not even the start was measured whole
+    ],
+)
+def test_a_measurement_that_never_became_whole_is_due_after_a_resume(measured, live, due):
+    assert names(make_schedule([5], measured=measured).due(live)) == due
+
+
+def test_a_start_that_is_skipped_is_not_missed_after_a_resume():
+    schedule = make_schedule([5], skip_first=True, measured={})
+    assert not schedule.due(3)
+    assert names(schedule.due(5)) == ["s0"]
 
 
 def make_settings(**extra) -> OrchestratorConfig:
