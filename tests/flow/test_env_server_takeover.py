@@ -16,7 +16,7 @@ from moorage.env.client import EnvClient
 from moorage.launcher.farewell import Identity, Station, say_bye
 from moorage.records.payload import Ledger
 from tests.support.env_server import TOKEN, Server, call, env_server
-from tests.support.scripted_engine import Reply, ScriptedEngine
+from tests.support.scripted_engine import EngineSettings, Reply, ScriptedEngine
 
 LEASE_S = 2.5
 STREAM = "train/nothing"
@@ -115,6 +115,23 @@ def test_after_bye_the_next_run_begins_at_the_start(server: Server, engine: Scri
             await second.bye()
 
     go(run())
+
+
+def test_the_next_run_may_have_another_engine_at_the_same_address(server: Server, dense_model: Path) -> None:
+    settings = EngineSettings(max_model_len=2)
+
+    async def run(engine: ScriptedEngine) -> None:
+        async with connected(server, "short", 1) as first:
+            await first.run_rollout(call("talk", endpoint=engine.url))
+            assert not engine.seen, "the prompt is too long for it"
+            await first.bye()
+        engine.settings = EngineSettings()
+        async with connected(server, "long", 1) as second:
+            await talk(second, engine)
+            await second.bye()
+
+    with ScriptedEngine(lambda _: Reply("yes"), dense_model, settings) as engine:
+        go(run(engine))
 
 
 def test_a_run_that_was_taken_over_from_is_told_so_when_it_comes_back(server: Server) -> None:

@@ -112,6 +112,10 @@ class GenerateClient:
                 await self._look_up(url)
             return self._context_length.get(key)
 
+    def forget_engines(self) -> None:
+        """From here on other engines may answer at the same urls, with other limits."""
+        self._context_length.clear()
+
     async def close(self) -> None:
         """Close the connections. Calls still running fail."""
         if self._session is not None:

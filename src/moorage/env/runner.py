@@ -73,14 +73,15 @@ class Runner:
         )
         self.detectors = make_detectors(config.detectors, config.model_path)
         self.keeping = Keeping(self.spool)
+        self._engine = GenerateClient()
+        self._attempt: tuple[str, int] | None = None
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
         """Hold the environment's shared resources and the way to the engine."""
-        engine = GenerateClient()
         service = ModelService(
             renderers=RendererPool(self.config.model_path, self.config.renderer),
-            engine=engine,
+            engine=self._engine,
             turns=self.turns,
             head_k=self.config.head_k,
             request_timeout_s=self.config.request_timeout_s,
@@ -89,13 +90,16 @@ class Runner:
             async with serving(self.env, service):
                 yield
         finally:
-            await engine.close()
+            await self._engine.close()
             self.keeping.close()
             self.spool.close()
 
     async def run(self, request_id: str, request: RunRollout, n: int | None, deadline_s: float) -> bytes:
         """One episode (`n` None) or a scored group of `n`; the body of the reply."""
         task = self._task(request)
+        if (attempt := (request.run_id, request.attempt)) != self._attempt:
+            self._attempt = attempt
+            self._engine.forget_engines()
         context = _make_context(request.model, request.endpoint, bytes(request.sampling))
         with self.turns.begin(model=request.model, deadline_s=deadline_s) as run:
             if n is None:
