@@ -145,6 +145,22 @@ def test_told_to_stop_it_ends_in_order_and_frees_what_it_read_ahead(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_sample_that_one_rank_cannot_train_stops_all(tmp_path: Path, dense_model: Path) -> None:
+    with SyntheticRun(tmp_path, num_ranks=2) as run:
+        first, *rest = run.make_samples(8)
+        greedy = TrainSample(first.payload, first.spans, env="synthetic", versions=(0, 0), temperature=0.0)
+        run.write_samples(1, [greedy, *rest])
+        trainer = run.start_trainer(run.config(dense_model, 1))
+        assert trainer.wait(START_S) == 1
+        log = run.log_text()
+        assert log.count("a trained sample was drawn at temperature 0") == 1, log
+        assert log.count("1 other rank(s) of the trainer stopped") == 1, log
+        assert "RuntimeError" not in log  # no rank was left in a collective
+        assert _ledger(run).outstanding == 0
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_two_ranks_delete_each_payload_once_and_agree_on_a_lost_one(tmp_path: Path, moe_model: Path) -> None:
     with SyntheticRun(tmp_path, num_ranks=2, routing=(2, 2, 8)) as run:

@@ -4,8 +4,9 @@ Parameters are gathered one after the other; each belongs to one rank, which kee
 worth and writes that file. Names and shapes are those of the folder the model came from (transformers'
 conversions are undone), tied weights are stored once.
 
-Promises: the files together hold exactly the full state dict, bit for bit; the index and the small files
-(config, tokenizer) are written by the main rank. Does not know when a version is due, nor where it goes.
+Promises: the files together hold exactly the full state dict, bit for bit; parameters that are not finite are
+refused; the index and the small files (config, tokenizer) are written by the main rank. Does not know when a
+version is due, nor where it goes.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 
+from moorage.core.errors import TrainingError
 from moorage.trainer.model import TrainedModel
 
 FILE_BYTES = 4 << 30
@@ -36,13 +38,18 @@ class Exporter:
         self._groups = _convertible_groups(model.module)
 
     def write(self, folder: Path) -> None:
-        """Write this rank's share into `folder`, which exists. Collective: every rank calls it."""
+        """Write this rank's share into `folder`, which exists. Collective: every rank calls it.
+
+        Raises TrainingError, on every rank, when a parameter holds NaN or infinity.
+        """
         world = self.model.world
-        tensors = dict(self.model.module.named_parameters()) | _persistent_buffers(self.model.module)
+        parameters = dict(self.model.module.named_parameters())
+        tensors = parameters | _persistent_buffers(self.model.module)
         held: dict[str, torch.Tensor] = {}
         placed: dict[str, tuple[str, int]] = {}
         for number, group in enumerate(self._groups):
             full = {name: _gather(tensors[name]) for name in group}
+            _require_finite({name: full[name] for name in group if name in parameters})
             if number % world.size != world.rank:
                 continue
             held |= self._as_on_disk(full)
@@ -131,6 +138,16 @@ def _persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 def _gather(tensor: torch.Tensor) -> torch.Tensor:
     full = getattr(tensor, "full_tensor", None)
     return full().detach() if full is not None else tensor.detach()
+
+
+def _require_finite(parameters: dict[str, torch.Tensor]) -> None:
+    for name, values in parameters.items():
+        if not bool(torch.isfinite(values).all()):
+            raise TrainingError(
+                f"parameter {name} holds values that are not finite: these weights are neither published "
+                "nor saved. Start again, from the last checkpoint where there is one, with a lower "
+                "optimizer.lr or a larger optimizer.eps"
+            )
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

@@ -24,6 +24,7 @@ from moorage.core.secret import TOKEN_VARIABLE
 from moorage.exchange.weights import publish_weights
 from moorage.monitor.setup import make_monitor
 from moorage.payload.client import PayloadClient
+from moorage.trainer.agreement import on_all_ranks
 from moorage.trainer.data import BatchFeed, FeedSettings, StepInput
 from moorage.trainer.export import Exporter
 from moorage.trainer.losses import make_loss
@@ -100,7 +101,7 @@ class Session:
         if step < last:
             self.feed.prefetch(step + 1)
         self.retention.settle(step)
-        rows = self._make_rows(work)
+        rows = on_all_ranks(self.world, lambda: self._make_rows(work))
         self.step.run(step, rows, metrics)
         self._count(step, work)
         self._timed(metrics, "time/publish", lambda: self._publish(step))

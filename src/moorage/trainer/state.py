@@ -25,6 +25,8 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -112,13 +114,14 @@ class CheckpointStore:
         """Restore model and optimizer from the checkpoint of `step`, at whatever world size. Collective.
 
         Moments come from the checkpoint, the optimizer's settings stay those it was made with: a resume may
-        change them.
+        change them. Raises ConfigError when there is no whole checkpoint, or when it is of another model.
         """
         folder = self.run.checkpoint(step, "trainer")
         if not (folder / "READY").exists():
             raise ConfigError(f"{folder} holds no whole trainer checkpoint to resume from")
         state = self._state()
         try:
+            _check_model(folder, state["model"])
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 load(state, checkpoint_id=folder, no_dist=self.model.world.cpu_group is None)
@@ -138,6 +141,24 @@ class CheckpointStore:
     def _state(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.model.module, self.optimizer)
         return {"model": model, "optimizer": optimizer}
+
+
+def _check_model(folder: Path, model: dict[str, Any]) -> None:
+    """Raise ConfigError unless the checkpoint holds tensors of just these names and shapes."""
+    saved = {
+        name.removeprefix("model."): tuple(entry.size)
+        for name, entry in FileSystemReader(folder).read_metadata().state_dict_metadata.items()
+        if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
+    }
+    own = {name: tuple(tensor.shape) for name, tensor in model.items() if isinstance(tensor, torch.Tensor)}
+    differing = sorted(name for name in saved.keys() | own.keys() if saved.get(name) != own.get(name))
+    if differing:
+        name = differing[0]
+        raise ConfigError(
+            f"{folder} is of another model: {len(differing)} tensors differ, {name} has shape "
+            f"{saved.get(name)} there and {own.get(name)} in the model; resume with the model.path that "
+            "the run began with"
+        )
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from moorage.config.run import CheckpointConfig
 from moorage.config.trainer import OptimizerConfig
+from moorage.core.errors import ConfigError
 from moorage.core.rundir import RunDir, mark_ready, whole_checkpoints
 from moorage.trainer.model import TrainedModel
 from moorage.trainer.optimizer import make_optimizer
@@ -52,9 +54,7 @@ def test_without_a_whole_checkpoint_nothing_is_removed(tmp_path: Path) -> None:
     assert run.checkpoint(2, "trainer").exists()
 
 
-def _store(run: RunDir, weight: float, **optimizer) -> CheckpointStore:
-    module = torch.nn.Linear(3, 2)
-    torch.nn.init.constant_(module.weight, weight)
+def _store(run: RunDir, module: torch.nn.Module, **optimizer) -> CheckpointStore:
     model = TrainedModel(module, World(0, 1, torch.device("cpu")), None)
     return CheckpointStore(run, model, make_optimizer(module.parameters(), OptimizerConfig(**optimizer)))
 
@@ -68,11 +68,11 @@ def test_a_resume_takes_weights_and_moments_from_the_checkpoint_and_settings_fro
     tmp_path: Path,
 ) -> None:
     run = RunDir(tmp_path)
-    first = _store(run, 0.5, lr=1e-2, weight_decay=0.0, betas=(0.9, 0.95), eps=1e-8)
+    first = _store(run, torch.nn.Linear(3, 2), lr=1e-2, weight_decay=0.0, betas=(0.9, 0.95), eps=1e-8)
     _train(first)
     first.save(Progress(3, tokens=70, samples=5))
     first.close()  # what was written by then counts
-    second = _store(run, 2.0, lr=1e-3, weight_decay=0.25, betas=(0.5, 0.75), eps=1e-4)
+    second = _store(run, torch.nn.Linear(3, 2), lr=1e-3, weight_decay=0.25, betas=(0.5, 0.75), eps=1e-4)
     assert second.load(3) == Progress(3, tokens=70, samples=5)
     second.close()
     (group,) = second.optimizer.param_groups
@@ -95,3 +95,22 @@ def test_a_resume_takes_weights_and_moments_from_the_checkpoint_and_settings_fro
     step = (mean / (1 - 0.5**2)) / ((square / (1 - 0.75**2)) ** 0.5 + 1e-4)
     expected = before * (1 - 1e-3 * 0.25) - 1e-3 * step
     torch.testing.assert_close(second.model.module.bias.detach(), expected)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((3, 3), r"2 tensors differ, 1.bias has shape \(3,\) there and None in the model"),
+        ((3, 3, 3, 3), r"2 tensors differ, 2.bias has shape None there"),
+        ((3, 4, 3), r"0.bias has shape \(3,\) there and \(4,\) in the model"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, sizes: tuple, message: str) -> None:
+    def stack(*widths: int) -> torch.nn.Module:
+        return torch.nn.Sequential(*(torch.nn.Linear(a, b) for a, b in pairwise(widths)))
+
+    saving = _store(RunDir(tmp_path), stack(3, 3, 3))
+    saving.save(Progress(1))
+    saving.close()
+    with pytest.raises(ConfigError, match=message):
+        _store(RunDir(tmp_path), stack(*sizes)).load(1)
