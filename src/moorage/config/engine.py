@@ -45,8 +45,8 @@ class InferenceConfig(Config):
     """Reuse the cache of a prompt's prefix, within one policy version."""
 
     keep_cache: bool = False
-    """Keep running requests' cache over a weight update (tokens then attend to keys of older weights). The
-    recorded version span says so."""
+    """Keep running requests' cache over a weight update: their later tokens then attend to keys of older
+    weights, and their recorded span of versions says so. New runs share no cache with older ones."""
 
     routed_experts: bool | None = None
     """Return the experts chosen per token. None: on when the trainer replays routing."""

@@ -6,12 +6,13 @@ The `env` block is a plain table here: it is verifiers' own configuration and is
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from moorage.config.base import Config
 
+Split = Literal["train", "eval"]
 MIN_TEMPERATURE = 0.01
 
 
@@ -127,8 +128,9 @@ class EnvServerConfig(Config):
     source: SourceConfig
     """The environment and the limits of its server."""
 
-    split: str = "train"
-    """`train` or `eval`: decides the default of shuffle, and the names of streams and files."""
+    split: Split = "train"
+    """Decides the default of shuffle, the names of streams and files, and whether agents may sample otherwise
+    than their source."""
 
     model_path: str
     """Folder of the tokenizer."""
@@ -157,7 +159,7 @@ class EnvServerConfig(Config):
     spool_budget_mib: int = Field(default=4096, ge=1)
     """Bytes the spool may hold; a keep waits when it is full, then the episode fails."""
 
-    retain: str = "fetched"
+    retain: Literal["fetched", "checkpoint"] = "fetched"
     """As `payload.retain`."""
 
     request_timeout_s: float = Field(default=600.0, gt=0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from moorage.config.env import SamplingConfig, SourceConfig
+from moorage.config.env import SamplingConfig, SourceConfig, Split
 from moorage.config.orchestrator import EvalConfig, OrchestratorConfig
 
 SourceT = TypeVar("SourceT", bound=SourceConfig)
@@ -24,9 +24,9 @@ def fill_sources(config: OrchestratorConfig) -> OrchestratorConfig:
     )
 
 
-def sources_by_split(run: OrchestratorConfig) -> list[tuple[str, SourceConfig]]:
+def sources_by_split(run: OrchestratorConfig) -> list[tuple[Split, SourceConfig]]:
     """(split, source) of every environment, train first."""
-    train: list[tuple[str, SourceConfig]] = [("train", source) for source in run.train]
+    train: list[tuple[Split, SourceConfig]] = [("train", source) for source in run.train]
     return [*train, *(("eval", source) for source in run.eval.sources)]
 
 

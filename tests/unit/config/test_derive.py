@@ -9,6 +9,7 @@ import pytest
 
 from moorage.config.base import make_config
 from moorage.config.derive import derive
+from moorage.config.env import EnvServerConfig
 from moorage.config.run import DerivedConfigs, ProcessFacts, RunConfig
 from moorage.core.errors import ConfigError
 
@@ -117,3 +118,8 @@ def test_every_process_reads_the_config_that_was_derived_for_it() -> None:
     )
     for each in (*config.inference, *config.env_servers, config.orchestrator, config.trainer):
         assert make_config(type(each), json.loads(json.dumps(each.model_dump(mode="json")))) == each
+
+
+def test_a_split_that_there_is_not_is_refused_in_an_env_server_written_by_hand() -> None:
+    with pytest.raises(ConfigError, match="split.*'train' or 'eval'"):
+        make_config(EnvServerConfig, {"source": SOURCE, "split": "Train", "model_path": "m", "run_dir": "r"})
