@@ -12,17 +12,21 @@ import pytest
 from moorage.core.rundir import read_json, whole_checkpoints
 from tests.flow.jobs import Job, run_job, start_job, wait_until
 
-STEPS, SAVED = 20, 8
+STEPS, SAVED = 16, 8
 SAVING = ("--checkpoint.interval", str(SAVED))
 RETAIN = ("--payload.retain", "checkpoint")
 SAME = ("loss", "entropy/mean", "mismatch_kl/mean", "optim/grad_norm", "tokens/real")
 
 
-def kill_trainer(job: Job, after_step: int) -> None:
-    """SIGKILL the trainer once it has logged a step and a checkpoint is whole; the run must end as failed."""
+def kill_trainer(job: Job, ready: int) -> None:
+    """SIGKILL the trainer once the batch of step `ready` and a checkpoint are there; the run must fail."""
+
+    def is_there() -> bool:
+        return (job.run.batch(ready) / "READY").exists() and bool(whole_checkpoints(job.run))
+
     try:
-        job.wait_for_step(after_step)
-        wait_until(lambda: whole_checkpoints(job.run), 60.0)
+        wait_until(lambda: is_there() or job.process.poll() is not None, 120.0)
+        assert job.process.poll() is None, job.finish()
         beat = read_json(job.run.alive / "trainer.json")
         assert beat is not None
         os.kill(beat["pid"], signal.SIGKILL)
@@ -33,16 +37,9 @@ def kill_trainer(job: Job, after_step: int) -> None:
         job.end()
 
 
-def passes(job: Job) -> list[dict[int, tuple[float, ...]]]:
-    """Per attempt: step to the figures that say what it was trained on. Steps of an attempt rise."""
-    attempts: list[dict[int, tuple[float, ...]]] = []
-    last = STEPS + 1
-    for row in job.metrics():
-        if row["step"] <= last:
-            attempts.append({})
-        last = row["step"]
-        attempts[-1][last] = tuple(row[name] for name in SAME)
-    return attempts
+def trained(job: Job) -> dict[int, tuple[float, ...]]:
+    """Step to the figures that say what it was trained on."""
+    return {row["step"]: tuple(row[name] for name in SAME) for row in job.metrics()}
 
 
 @pytest.mark.slow
@@ -53,19 +50,24 @@ def test_repeated_steps_train_on_the_same_batches_only_when_these_are_retained(
 ) -> None:
     settings = (*SAVING, "--payload.retain", retain)
     killed = start_job(tmp_path, dense_model, *settings, max_steps=STEPS)
-    kill_trainer(killed, after_step=SAVED + 2)
+    kill_trainer(killed, ready=STEPS)  # the last batch is shipped, its checkpoint is not
     assert whole_checkpoints(killed.run) == [SAVED]
+    first = trained(killed)
     resumed = run_job(tmp_path, dense_model, *settings, "--resume", max_steps=STEPS)
 
-    first, second = passes(resumed)
-    assert sorted(second) == list(range(SAVED + 1, STEPS + 1))
-    repeated = sorted(set(first) & set(second))
+    second = trained(resumed)
+    steps = [row["step"] for row in resumed.metrics()]
+    assert steps == list(range(1, STEPS + 1)), "each step is in the file once"
+    repeated = [step for step in first if step > SAVED]
     assert {SAVED + 1, SAVED + 2} <= set(repeated)
     for step in repeated:
         assert any(first[step])
         assert (first[step] == second[step]) == (retain == "checkpoint"), step
     summary = resumed.summary()
     assert (summary["status"], summary["steps"]) == ("finished", STEPS)
+    assert whole_checkpoints(resumed.run) == [SAVED, STEPS]
+    shipped = {row["step"] for row in resumed.metrics("orchestrator")}
+    assert shipped == set(range(1, STEPS + 1)), "rows of kept batches are of the first attempt"
     payload = summary["payload"]
     assert payload["outstanding"] == payload["double_frees"] == payload["unknown"] == 0
     assert not [path for path in resumed.run.spool.rglob("*") if path.name.endswith(".safetensors")]
@@ -84,7 +86,7 @@ def test_a_trainer_forced_onto_a_batch_without_payloads_stops_and_says_what_to_s
     except BaseException:
         killed.end()
         raise
-    kill_trainer(killed, after_step=SAVED + 1)
+    kill_trainer(killed, ready=SAVED + 2)
     assert whole_checkpoints(killed.run) == [SAVED]
     shutil.rmtree(batch, ignore_errors=True)
     shutil.copytree(saved, batch)
