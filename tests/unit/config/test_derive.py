@@ -121,5 +121,5 @@ def test_every_process_reads_the_config_that_was_derived_for_it() -> None:
 
 
 def test_a_split_that_there_is_not_is_refused_in_an_env_server_written_by_hand() -> None:
-    with pytest.raises(ConfigError, match="split.*'train' or 'eval'"):
+    with pytest.raises(ConfigError, match=r"split.*'train' or 'eval'"):
         make_config(EnvServerConfig, {"source": SOURCE, "split": "Train", "model_path": "m", "run_dir": "r"})
