@@ -4,7 +4,8 @@ Owns the one right order of a weight update (docs/protocols.md section 3): cance
 answers, pause all (keep), load all, label all, resume all in a finally. Promises:
 
 - a replica that fails a stage is named in an EngineError, later stages do not begin, and what was paused is
-  resumed; replicas never serve under a label that is not theirs;
+  resumed, so that nobody else's engine stays frozen. Labels may then be wrong: the run ends with that error,
+  and the next one loads and labels before it samples;
 - no call waits longer than its deadline;
 - the label of a version is the decimal number, so that a completion's `weight_versions` are policy versions.
 

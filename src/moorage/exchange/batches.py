@@ -32,15 +32,6 @@ from moorage.records.sample import RankBatch, decode_rank_batch, encode_rank_bat
 STATE_FILE = "orchestrator"
 
 
-def exchanged_versions(start_step: int, max_steps: int) -> range:
-    """The policy versions that trainer and orchestrator exchange in an attempt, oldest first.
-
-    The trainer publishes `start_step - 1` before its first step and N after step N. Both sides call this, so
-    neither waits for a version that the other does not write.
-    """
-    return range(start_step - 1, max_steps + 1)
-
-
 def write_batch(run: RunDir, step: int, rank_batches: list[RankBatch], state: bytes) -> int:
     """Write the batch of `step`; returns its size in bytes. The payloads in it then belong to the trainer.
 

@@ -20,12 +20,11 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 from moorage.core.errors import ExchangeError
-from moorage.core.rundir import PeerWatch, RunDir, mark_ready, ready_steps
+from moorage.core.rundir import RunDir, mark_ready, ready_steps
 
 Meet = Callable[[], object]
 
@@ -75,28 +74,6 @@ def newest_version(run: RunDir) -> int | None:
     """The newest READY version, or None."""
     versions = ready_steps(run.weights)
     return versions[-1] if versions else None
-
-
-def wait_for_version(
-    run: RunDir, version: int, watch: PeerWatch, poll_s: float = 0.02, timeout_s: float | None = None
-) -> Path:
-    """Block until `version` is READY and return its folder.
-
-    Unblocked by the trainer's `publish_weights`, by `watch` (RunEnded when the trainer cannot publish
-    any more) or after `timeout_s` with ExchangeError.
-    """
-    folder = run.weight(version)
-    started = time.monotonic()
-    checked_at = 0.0
-    while not (folder / "READY").exists():
-        now = time.monotonic()
-        if timeout_s is not None and now - started > timeout_s:
-            raise ExchangeError(f"{folder} was not READY within {timeout_s:g} s")
-        if now - checked_at > 0.5:
-            watch.check()
-            checked_at = now
-        time.sleep(poll_s)
-    return folder
 
 
 def remove_version(run: RunDir, version: int) -> bool:

@@ -77,10 +77,12 @@ class Dispatcher:
         gate: Callable[[], str | None],
         make_id: Callable[[], str],
         on_open: Callable[[str, str, dict[str, Any]], None],
+        salt_caches: bool = False,
     ) -> None:
         """`window`: the step that is collecting. `gate`: why train work may not start now, or None. `picker`
         None: there is no train work (stand-alone evaluation). `on_open(group id, source, task)`: of each
-        train group."""
+        train group. `salt_caches`: runs of different policy versions share no prefix cache (a second guard:
+        the fleet clears caches at each update, unless it is told to keep them)."""
         self.environments: dict[Split, Mapping[str, Environment]] = {"train": train, "eval": evals}
         self.admission = admission
         self.groups = Groups(limits.retries)
@@ -103,6 +105,7 @@ class Dispatcher:
         self._holdings = holdings
         self._outcomes = outcomes
         self._gate = gate
+        self._salt_caches = salt_caches
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._owner = TaskOwner("dispatcher")
         self._wake = asyncio.Event()
@@ -201,12 +204,13 @@ class Dispatcher:
         source = environment.source
         started = time.monotonic()
         url = self._engines.pick(group.id)
+        version = self._policy.version if group.version is not None else None
         call = RolloutCall(
             task=group.task,
             model=self._policy.model,
             endpoint=url,
-            policy_version=self._policy.version if group.version is not None else None,
-            sampling=sampling_request(source.sampling),
+            policy_version=version,
+            sampling=self._salt(version) | sampling_request(source.sampling),
             deadline_s=source.deadline_s,
         )
         self._engines.begin(url)
@@ -223,6 +227,9 @@ class Dispatcher:
             self._engines.end(url)
             self._tasks.pop(work.id, None)
             self._wake.set()
+
+    def _salt(self, version: int | None) -> dict[str, Any]:
+        return {"cache_salt": f"version-{version}"} if self._salt_caches and version is not None else {}
 
     def _on_run_failed(self, group: Group, work: Work, error: EnvServerError) -> None:
         """No episode came: an infrastructure failure is owed again, everything else is final."""

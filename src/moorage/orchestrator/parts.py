@@ -104,6 +104,7 @@ def make_dispatcher(
         gate=gate,
         make_id=parts.make_id,
         on_open=on_open,
+        salt_caches=True,
     )
     if state is not None:
         dispatcher.opener.cursors.streams.update(state.streams)

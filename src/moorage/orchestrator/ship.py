@@ -7,7 +7,6 @@ fails. Does not decide when to ship.
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from pathlib import Path
 from moorage.config.run import CheckpointConfig, ProcessFacts
 from moorage.core.rundir import RunDir, checkpoint_steps, ready_steps, whole_checkpoints
 from moorage.exchange.batches import remove_batches, write_batch, write_state
+from moorage.exchange.weights import remove_version
 from moorage.orchestrator.sink_records import Batch
 from moorage.records.packing import SequenceCost, pack, sequence_cost
 from moorage.records.sample import MicroBatch, RankBatch
@@ -97,9 +97,3 @@ def clean_up(run: RunDir, live_version: int, *, retain_batches: bool) -> None:
             remove_version(run, version)
     whole = whole_checkpoints(run)
     remove_batches(run, (whole[-1] if whole else 0) if retain_batches else live_version)
-
-
-def remove_version(run: RunDir, version: int) -> None:
-    """Delete one weight version, READY first."""
-    (run.weight(version) / "READY").unlink(missing_ok=True)
-    shutil.rmtree(run.weight(version), ignore_errors=True)

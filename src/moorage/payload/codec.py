@@ -42,7 +42,6 @@ DTYPES: dict[str, tuple[str, ...]] = {
 """Field to safetensors dtypes, in the order in which the fields lie in a blob."""
 
 REQUIRED = ("token_ids", "loss_mask", "logprobs")
-NUMPY_DTYPES = {name: np.dtype(name) for name in ("int32", "float32", "uint16", "uint8")}
 _TO_NUMPY = {"I32": np.dtype("<i4"), "F32": np.dtype("<f4"), "U16": np.dtype("<u2"), "U8": np.dtype("u1")}
 _FROM_NUMPY = {dtype: name for name, dtype in _TO_NUMPY.items()}
 _NUM_DIMS = {"routed_experts": 3, "head_ids": 2, "head_logprobs": 2}
@@ -97,10 +96,6 @@ class FieldLayout:
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def row_nbytes(self) -> int:
-        return math.prod(self.shape[1:]) * self.dtype.itemsize
 
 
 def check(arrays: BranchArrays) -> None:

@@ -10,7 +10,7 @@
 | heartbeat thread | - | `alive/trainer.json` | - | - |
 
 Version 0 is the model that training starts from. The trainer publishes the version before its first step at
-start, and version N after step N, the list that `exchange.batches.exchanged_versions` gives to both sides.
+start, and version N after step N; the orchestrator waits for these and no others.
 A dead orchestrator ends every wait (RunEnded). Ranks agree on every stop, so none is left in a collective.
 """
 

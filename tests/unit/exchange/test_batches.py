@@ -134,8 +134,3 @@ def test_a_checkpoint_part_is_read_as_written(tmp_path):
         batches.read_checkpoint_state(folder)
     batches.write_state(folder, b"s")
     assert batches.read_checkpoint_state(folder) == b"s"
-
-
-def test_versions_are_those_the_trainer_publishes():
-    assert list(batches.exchanged_versions(1, 3)) == [0, 1, 2, 3]
-    assert list(batches.exchanged_versions(4, 3)) == [3]

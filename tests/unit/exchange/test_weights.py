@@ -7,25 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from moorage.core.errors import ExchangeError, RunEnded
-from moorage.core.rundir import Heartbeat, PeerWatch, RunDir, write_end
-from moorage.exchange.weights import newest_version, publish_weights, remove_version, wait_for_version
+from moorage.core.errors import ExchangeError
+from moorage.core.rundir import RunDir
+from moorage.exchange.weights import newest_version, publish_weights, remove_version
 
 
 def _write(content: bytes):
     return lambda folder: (folder / "model.safetensors").write_bytes(content)
 
 
-def test_a_version_is_published_once_and_read_by_its_waiter(tmp_path: Path) -> None:
+def test_a_version_is_published_once(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    with Heartbeat(run, "trainer"):
-        reader = threading.Timer(0.1, publish_weights, (run, 3, _write(b"three")))
-        reader.start()
-        folder = wait_for_version(run, 3, PeerWatch(run, "trainer"))
-        reader.join()
-    assert (folder / "model.safetensors").read_bytes() == b"three"
+    assert publish_weights(run, 3, _write(b"three"))
     assert not publish_weights(run, 3, _write(b"other"))
-    assert (folder / "model.safetensors").read_bytes() == b"three"
+    assert (run.weight(3) / "model.safetensors").read_bytes() == b"three"
     assert newest_version(run) == 3
 
 
@@ -50,16 +45,6 @@ def test_what_an_attempt_left_before_ready_is_replaced(tmp_path: Path) -> None:
     (run.weight(2) / "torn.safetensors").write_bytes(b"torn")
     assert publish_weights(run, 2, _write(b"new"))
     assert sorted(path.name for path in run.weight(2).iterdir()) == ["READY", "model.safetensors"]
-
-
-def test_a_waiter_ends_with_its_peer_or_its_deadline(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    with Heartbeat(run, "trainer"):
-        with pytest.raises(ExchangeError, match="not READY within"):
-            wait_for_version(run, 1, PeerWatch(run, "trainer"), timeout_s=0.05)
-        write_end(run, "failed", "engine gone")
-        with pytest.raises(RunEnded, match="engine gone"):
-            wait_for_version(run, 1, PeerWatch(run, "trainer"))
 
 
 def test_a_reader_never_sees_a_torn_version(tmp_path: Path) -> None:
