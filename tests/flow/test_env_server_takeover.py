@@ -183,3 +183,21 @@ def test_nobody_is_let_in_before_the_earlier_attempt_is_cleared_away(
                 await deaf
 
     go(run())
+
+
+def test_an_endless_stream_begins_at_the_start_though_calls_for_it_were_waiting(
+    tmp_path: Path, dense_model: Path
+) -> None:
+    async def run(server: Server) -> None:
+        async with connected(server, "first", 1) as first, server.client(run_id="first", attempt=2) as second:
+            waiting = [asyncio.create_task(first.restore(STREAM, 0, 10_000 + n)) for n in range(3)]
+            await asyncio.sleep(0.05)
+            await second.connect(10)
+            assert await served(second, 3) == [0, 1, 2]
+            await asyncio.gather(*waiting, return_exceptions=True)
+            assert await served(second, 2) == [3, 4]
+
+    with env_server(
+        tmp_path, dense_model, run_id="", num_tasks=None, lease_s=LEASE_S, num_workers=1
+    ) as server:
+        go(run(server))
