@@ -154,18 +154,26 @@ class LocalRun:
         self._started.append(child)
 
     def _finish(self) -> None:
-        """The ordered stop, whatever state the run is in."""
-        write_end(self.plan.run, self.outcome.status, self.outcome.error)
+        """The ordered stop, whatever state the run is in, and whether or not its folder can be written."""
+        try:
+            write_end(self.plan.run, self.outcome.status, self.outcome.error)
+        finally:
+            try:
+                self._stop_in_order()
+            finally:
+                self.outcome.left = processes.kill_everything(self._started)
+        self.progress.update()
+
+    def _stop_in_order(self) -> None:
         stations = read_stations(self.plan.run)
         stations += [Station(source, source, address) for source, address in self.plan.external]
         for kind in STOP_ORDER:
             if kind == "env_server":
                 self._say_bye(stations)
             processes.stop(self._of_kind(kind), STOP_S[kind], self._hurry)
-        self.outcome.left = processes.kill_everything(self._started)
+        processes.kill_everything(self._started)  # what an env server started may still use its spool
         for station in stations:
             remove_spool(station, self.plan.run_id)
-        self.progress.update()
 
     def _say_bye(self, stations: list[Station]) -> None:
         identity = Identity(self.token, self.plan.run_id, self.plan.attempt)

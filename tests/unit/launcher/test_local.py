@@ -199,6 +199,19 @@ def test_the_account_of_a_server_that_ended_with_an_error_is_unknown(tmp_path: P
     assert sum_ledgers(outcome.ledgers) is None
 
 
+def test_nothing_is_left_running_when_the_run_folder_cannot_be_written(tmp_path: Path) -> None:
+    run, pid = RunDir(tmp_path / "run"), tmp_path / "pid"
+    waiting = f"import os; open({str(pid)!r}, 'w').write(str(os.getpid())); {FOREVER}"
+    spoil = (
+        f"import os, pathlib, shutil, time\nwhile not os.path.exists({str(pid)!r}): time.sleep(0.02)\n"
+        f"shutil.rmtree({str(run)!r}); pathlib.Path({str(run)!r}).write_text('a file')\nraise SystemExit(1)"
+    )
+    engine = make_record(run, "inference", "inference", waiting)
+    with pytest.raises(OSError, match="run"):
+        run_records(run, [engine, make_record(run, "trainer", "trainer", spoil, ends_well=True)])
+    assert process_birth(int(pid.read_text())) is None
+
+
 @contextmanager
 def started_by_somebody_else() -> Iterator[subprocess.Popen[bytes]]:
     """A process with the same secret, as whoever runs an external env server exports it."""
