@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,3 +28,11 @@ def moe_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from moorage.trainer.starter import make_model_folder
 
     return make_model_folder(tmp_path_factory.mktemp("moe") / "model", "qwen3_moe")
+
+
+@pytest.fixture
+def hang_ups_are_heard() -> Iterator[None]:
+    """SIGHUP as a terminal's children have it. Under nohup, and under some CI, it comes ignored."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)

@@ -149,6 +149,7 @@ def test_ctrl_c_cancels_the_run_and_ends_every_process_even_a_stubborn_grandchil
     assert read_json(run.end) == {**read_json(run.end), "status": "cancelled", "error": "stopped by Ctrl-C"}
 
 
+@pytest.mark.usefixtures("hang_ups_are_heard")
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 )
