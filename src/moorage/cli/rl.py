@@ -79,6 +79,7 @@ def run(_command: str, args: list[str]) -> int:
 def _check(config: RunConfig) -> dict[str, Any]:
     """All that can be wrong before anything starts. Returns the model's config.json."""
     model = checks.read_model_config(config.model.path)
+    checks.check_length(config.seq_len, model)
     for split, source in sources_by_split(config.orchestrator):
         checks.check_source(split, source)
     return model

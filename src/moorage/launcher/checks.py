@@ -42,6 +42,16 @@ def read_model_config(path: str) -> dict[str, Any]:
     return config
 
 
+def check_length(seq_len: int, model: dict[str, Any]) -> None:
+    """Raise when sequences may be longer than the model, whose `config.json` this is, has positions."""
+    longest = (model.get("text_config") or model).get("max_position_embeddings")
+    if isinstance(longest, int) and seq_len > longest:
+        raise ConfigError(
+            f"seq_len {seq_len} is above the model's max_position_embeddings {longest}; set it to {longest} "
+            "or less"
+        )
+
+
 def choose_ports(host: str, first: int, count: int) -> list[int]:
     """`count` ports from `first` on, or free ones when `first` is 0."""
     if first:

@@ -76,6 +76,11 @@ def test_a_missing_model_folder_is_refused(tmp_path: Path) -> None:
     assert_one_line(moorage(tmp_path, "rl", "@", write_run(tmp_path, "no/model")), "no/model", "moorage sft")
 
 
+def test_sequences_longer_than_the_model_are_refused(tmp_path: Path, dense_model: Path) -> None:
+    done = moorage(tmp_path, "rl", "@", write_run(tmp_path, dense_model), "--seq_len", "513")
+    assert_one_line(done, "seq_len 513", "512 or less")
+
+
 def test_a_taskset_that_cannot_be_imported_is_refused(tmp_path: Path, dense_model: Path) -> None:
     run = write_run(tmp_path, dense_model, "no_such_taskset")
     assert_one_line(moorage(tmp_path, "rl", "@", run), "no_such_taskset", "cannot be imported")

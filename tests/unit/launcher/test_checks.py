@@ -47,3 +47,13 @@ def test_a_taskset_that_is_not_installed_is_named(ident: str) -> None:
     source = make_config(SourceConfig, {"name": "x", "env": {"taskset": {"id": ident}}})
     with pytest.raises(ConfigError, match="cannot be imported"):
         checks.check_source("train", source)
+
+
+@pytest.mark.parametrize(
+    "config", [{"max_position_embeddings": 512}, {"text_config": {"max_position_embeddings": 512}}]
+)
+def test_sequences_longer_than_the_model_are_refused_before_anything_starts(config) -> None:
+    checks.check_length(512, config)
+    checks.check_length(513, {})
+    with pytest.raises(ConfigError, match=r"seq_len 513 .* 512; set it to 512 or less"):
+        checks.check_length(513, config)

@@ -120,6 +120,7 @@ def make_service(config: InferenceProcessConfig):
     if longest and max_model_len > longest:
         raise ConfigError(
             f"inference.max_model_len {max_model_len} is above the model's max_position_embeddings {longest}"
+            f"; set it, or seq_len, which it follows when it is not set, to {longest} or less"
         )
     prefix_bytes = PREFIX_BYTES if inference.enable_prefix_caching else 0
     limits = Limits(inference.max_num_seqs, max_model_len, prefix_bytes=prefix_bytes)
