@@ -110,6 +110,28 @@ class Usage:
         return area / (self.cap * (ended_at - self._full_at))
 
 
+def answer(episode: Any, call: Any) -> Any:
+    """The episode, as one of the task that was asked for."""
+    episode.task.key, episode.task.hash = call.task["key"], call.task["hash"]
+    return episode
+
+
+async def run_until(
+    done: asyncio.Event, *tasks: asyncio.Task[Any], began: tuple[float, float] = (0.0, 0.0)
+) -> tuple[float, float]:
+    """Let tasks that never end run until `done`; (wall, processor) seconds since `began`. Raises what one of
+    them raised."""
+    waiting = asyncio.create_task(done.wait())
+    await asyncio.wait({waiting, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+    spent = time.perf_counter() - began[0], time.process_time() - began[1]
+    for task in (waiting, *tasks):
+        if task.done():
+            task.result()
+        task.cancel()
+    await asyncio.gather(waiting, *tasks, return_exceptions=True)
+    return spent
+
+
 async def straggle(num_episodes: int, scale_s: float, *, whole_groups: bool) -> float:
     """Share of permits in use. A group run holds its permits until its slowest member is done."""
     usage, rng, store = Usage(CAP), random.Random(0), ScriptedStore()
@@ -120,7 +142,7 @@ async def straggle(num_episodes: int, scale_s: float, *, whole_groups: bool) -> 
         usage.change(1)
         await asyncio.sleep(scale_s * rng.lognormvariate(0.0, SIGMA))
         usage.change(-1)
-        return ready
+        return answer(ready.model_copy(update={"task": ready.task.model_copy()}), call)
 
     class GroupEnv(ScriptedEnv):
         async def sample(self, stream: str, limit: int | None = None) -> Any:
@@ -136,11 +158,7 @@ async def straggle(num_episodes: int, scale_s: float, *, whole_groups: bool) -> 
     env = GroupEnv(store, one, num_tasks=None)
     dispatcher, _, _ = make_dispatcher(env, scores_groups=whole_groups)
     usage.taken = lambda: dispatcher.admission.total
-    ready.task.key = ready.task.hash = None
-    running = asyncio.create_task(dispatcher.run())
-    await done.wait()
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
+    await run_until(done, asyncio.create_task(dispatcher.run()))
     await dispatcher.close()
     return usage.share
 
@@ -152,8 +170,6 @@ async def rate(num_episodes: int) -> tuple[float, float]:
         make_episode([Says(reward=float(rng.random() < 0.5))], make_task(0), store)
         for _ in range(num_episodes)
     ]
-    for episode in made:
-        episode.task.key = episode.task.hash = None
     pool = iter(made)
     done = asyncio.Event()
 
@@ -163,7 +179,7 @@ async def rate(num_episodes: int) -> tuple[float, float]:
         if episode is None:
             done.set()
             await asyncio.Event().wait()
-        return episode
+        return answer(episode, call)
 
     env = ScriptedEnv(store, instant, num_tasks=None)
     dispatcher, holdings, outcomes = make_dispatcher(env, scores_groups=False)
@@ -189,11 +205,7 @@ async def rate(num_episodes: int) -> tuple[float, float]:
 
     began, cpu = time.perf_counter(), time.process_time()
     tasks = [asyncio.create_task(dispatcher.run()), asyncio.create_task(consume())]
-    await done.wait()
-    wall_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    wall_s, cpu_s = await run_until(done, *tasks, began=(began, cpu))
     await dispatcher.close()
     return 1000 * cpu_s / num_episodes, num_episodes / wall_s
 
