@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,6 +62,17 @@ def replicas(dense_model: Path, tmp_path: Path) -> Iterator[tuple[list[str], lis
             process.wait()
 
 
+def call_to(url: str, name: str, sampling: dict[str, Any]) -> GenerateCall:
+    return GenerateCall(
+        url=url,
+        model="policy",
+        token_ids=[3, 72, 73, 1, 4],
+        sampling=sampling,
+        request_id=name,
+        deadline_s=60,
+    )
+
+
 def test_an_update_of_both_replicas_loses_none_of_64_requests(
     replicas: tuple[list[str], list[subprocess.Popen[bytes]]], others: Path
 ) -> None:
@@ -74,16 +86,7 @@ def test_an_update_of_both_replicas_loses_none_of_64_requests(
             fleet.begin(url)
             sampling = {"max_tokens": 200, "ignore_eos": True}
             try:
-                return await client.generate(
-                    GenerateCall(
-                        url=url,
-                        model="policy",
-                        token_ids=[3, 72, 73, 1, 4],
-                        sampling=sampling,
-                        request_id=name,
-                        deadline_s=60,
-                    )
-                )
+                return await client.generate(call_to(url, name, sampling))
             finally:
                 fleet.end(url)
 
@@ -158,16 +161,7 @@ def test_engines_of_somebody_else_are_brought_to_version_0_whatever_they_held(
 
         async def greedy(url: str, name: str) -> Completion:
             sampling = {"max_tokens": 20, "ignore_eos": True, "temperature": 0.0}
-            return await client.generate(
-                GenerateCall(
-                    url=url,
-                    model="policy",
-                    token_ids=[3, 72, 73, 1, 4],
-                    sampling=sampling,
-                    request_id=name,
-                    deadline_s=60,
-                )
-            )
+            return await client.generate(call_to(url, name, sampling))
 
         try:
             await fleet.wait_ready(90)

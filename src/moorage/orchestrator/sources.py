@@ -108,8 +108,8 @@ class EvalPass:
     """One measurement of one source at one policy version: a group for each of `num_tasks` positions.
 
     `done`: task position to episodes that are there already (a measurement that goes on where it stood).
-    `position` is the next to open, and `failures` counts how often its task could not be had. `cursor` is
-    where the stream stands on the env server, None when that is not known.
+    `position` is the next to open, `num_left` how many there are, and `failures` counts how often the task at
+    it could not be had. `cursor` is where the stream stands on the env server, None when that is not known.
     """
 
     source: Source
@@ -119,9 +119,11 @@ class EvalPass:
     position: int = -1
     failures: int = 0
     cursor: int | None = None
+    num_left: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.advance()
+        self.num_left = sum(self._missing(at) > 0 for at in range(self.num_tasks))
+        self._move_on()
 
     @property
     def stream(self) -> str:
@@ -137,13 +139,12 @@ class EvalPass:
         """Episodes that the next position still needs."""
         return self._missing(self.position)
 
-    @property
-    def num_left(self) -> int:
-        """Groups still to open."""
-        return sum(self._missing(at) > 0 for at in range(self.position, self.num_tasks))
-
     def advance(self) -> None:
         """The next position is open: on to the one behind it that still needs an episode."""
+        self.num_left -= 1
+        self._move_on()
+
+    def _move_on(self) -> None:
         self.position += 1
         self.failures = 0
         while self.position < self.num_tasks and not self.num_missing:

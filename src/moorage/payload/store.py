@@ -254,11 +254,6 @@ class Store:
             ]
         return sorted(held, key=lambda item: -item.age_s)[:limit]
 
-    @property
-    def mapped_bytes(self) -> int:
-        """Bytes of the files that stay mapped."""
-        return self._mappings.mapped_bytes
-
     def close(self) -> None:
         self._reaper.close()
         with self._lock:
